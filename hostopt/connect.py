@@ -104,18 +104,21 @@ def connect_ring(
     try:
         if options.timeline is not None:
             _start_timeline(communicator, options.timeline)
+        hosts, world = None, None
         if uses_mpi:
-            return _with_mpi(communicator)
-        hosts = find_hosts(communicator, local_host_id())
-        # tried now, so that an error is raised here and not in the middle of a step
-        if hosts is None or open_hierarchical(communicator, hosts, BLOCK_BYTES) is None:
-            return communicator
+            world = open_world(communicator)
+        else:
+            hosts = find_hosts(communicator, local_host_id())
+            # tried now, so that an error is raised here and not in the middle of a step
+            if hosts is None or open_hierarchical(communicator, hosts, BLOCK_BYTES) is None:
+                return communicator
     except BaseException as error:
         communicator.abort(error)
         communicator.close()
         raise
     transport = communicator.transport
-    communicator = Communicator(transport, transport.open_channel("all ranks"), hosts=hosts)
+    channel = transport.open_channel("all ranks")
+    communicator = Communicator(transport, channel, hosts=hosts, world=world)
     _connected.add(communicator)
     return communicator
 
@@ -138,14 +141,6 @@ def start_beside_ring(cluster: Cluster, options: Options) -> None:
     """
     if options.communication == "mpi" and cluster.size > 1 and mpi.is_started(os.environ):
         runtime.take_part(options)
-
-
-def _with_mpi(communicator: Communicator) -> Communicator:
-    transport = communicator.transport
-    world = open_world(communicator)
-    communicator = Communicator(transport, transport.open_channel("all ranks"), world=world)
-    _connected.add(communicator)
-    return communicator
 
 
 def _transport(cluster: Cluster, options: Options, service: str) -> Transport:

@@ -33,22 +33,9 @@ class ProcessRing:
         self.named = NamedCollectives(communicator)
         ids = self.named.all_gather_bytes(local_host_id().encode(), "the hosts of the ranks")
         self.hosts: Hosts = group_by_host([each.decode() for each in ids])
+        self.rank, self.size = communicator.rank, communicator.size
+        self.local_ranks = self.hosts.members(self.rank)  # on the host of this rank
         self._kept: dict[Hashable, Any] = {}
-
-    @property
-    def rank(self) -> int:
-        """This rank, 0..size-1."""
-        return self.named.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.named.size
-
-    @property
-    def local_ranks(self) -> tuple[int, ...]:
-        """Ranks on the host of this rank."""
-        return self.hosts.members(self.rank)
 
     def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Returns the object of a key, made at first use and closed with the ring."""

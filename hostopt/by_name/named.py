@@ -135,21 +135,12 @@ class NamedCollectives:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator  # its own channel is not used
+        self.rank, self.size = communicator.rank, communicator.size
         self.joining = Joining(communicator)
         self.joining.replay_with(_KIND, lambda announcement: _take_part(self, announcement))
         self._channels: dict[str, NamedChannel] = {}
         self._lock = threading.Lock()
         self._is_closed = False
-
-    @property
-    def rank(self) -> int:
-        """This rank, 0..size-1."""
-        return self.communicator.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.communicator.size
 
     def all_reduce(
         self,

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.errors import ConfigError, HostOptError, error_to_dict
+from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
@@ -57,7 +57,7 @@ class Transport(abc.ABC):
         )
         self.recorder = FlightRecorder(self.rank, options.debug_dir)
         if self.size > 1:
-            self.mailbox.on_failure(self._start_dump)
+            self.mailbox.on_failure(lambda _: self.recorder.start_dump(self.status()))
         self.timeline: Timeline | None = None  # records messages, if set
         self.training_step: int | None = None  # global_step of an Estimator, for observers
         self._channels: dict[int, str] = {}  # name and duplicate by channel number
@@ -126,8 +126,7 @@ class Transport(abc.ABC):
 
     async def abort_on_mismatch(self, peer: int, tag: Tag) -> HostOptError:
         """Aborts the ring as a peer makes another call; returns the error of all ranks."""
-        local_call = self.call_log.last(tag.channel)
-        error = await find_mismatch(self.cluster, peer, tag, local_call, self.request_status)
+        error = await find_mismatch(self.cluster, peer, tag, self.request_status)
         self.abort(error)
         return self.error or error
 
@@ -142,7 +141,7 @@ class Transport(abc.ABC):
         elif len({call["checksum"] for call in made}) == 2:
             await self.abort_on_mismatch(wait.peer, wait.tag)
         elif self._deadlocks.is_due(self.rank, wait, self.mailbox.waits()):
-            error = await self._deadlocks.look(self.cluster, wait.tag, self._request_any_status)
+            error = await self._deadlocks.look(self.cluster, wait.tag, self.request_status)
             if error is not None:
                 self.abort(error)
 
@@ -163,16 +162,9 @@ class Transport(abc.ABC):
         sent = self.recorder.has_sent(waiting, tag)
         return {**self.status(), "sent": sent, **self.call_log.about(tag), "busy_s": busy_s()}
 
-    async def _request_any_status(
-        self, rank: int, waiting: int, tag: Sequence[int]
-    ) -> Status | None:
-        if rank == self.rank:
-            return self.status_for(waiting, tag)
-        return await self.request_status(rank, waiting, tag)
-
     @abc.abstractmethod
     async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
-        """Returns `status_for` these arguments on a peer; None if it does not answer soon."""
+        """Returns `status_for` these arguments on a rank; None if it does not answer soon."""
 
     async def _report_stall(self, wait: Wait, has_timed_out: bool) -> None:
         """Names the rank that keeps this one waiting, in a warning or the aborting error."""
@@ -205,9 +197,6 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Leaves the ring in good order: messages that were sent before are still delivered."""
-
-    def _start_dump(self, error: HostOptError) -> None:
-        self.recorder.start_dump({**self.status(), "error": error_to_dict(error)})
 
     def _wait_for_dump(self) -> None:
         if self.size > 1 and self.error is not None:

@@ -16,6 +16,7 @@ import contextlib
 import glob
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,29 +64,23 @@ class CallLog:
 
 
 async def find_mismatch(
-    cluster: Cluster,
-    peer: int,
-    tag: Sequence[int],
-    local_call: Call | None,
-    request_status: RequestStatus,
+    cluster: Cluster, peer: int, tag: Sequence[int], request_status: RequestStatus
 ) -> HostOptError:
     """Asks all ranks which call they make in place of this rank's call; returns the error."""
     assert cluster.rank is not None
-    peers = [rank for rank in range(cluster.size) if rank != cluster.rank]
     signatures: dict[int, str] = {}
     for attempt in range(2):
         if attempt:
             await asyncio.sleep(_RETRY_AFTER_S)
-        requests = (request_status(each, cluster.rank, tag) for each in peers)
-        statuses = dict(zip(peers, await asyncio.gather(*requests)))
-        for status in statuses.values():
+        requests = (request_status(rank, cluster.rank, tag) for rank in range(cluster.size))
+        statuses = await asyncio.gather(*requests)
+        for status in statuses:
             if status is not None and status["error"]:
                 return error_from_dict(status["error"])
-        calls: dict[int, Call | None] = {cluster.rank: local_call}
-        calls |= {rank: status and status.get("call") for rank, status in statuses.items()}
+        calls = {rank: status and status["call"] for rank, status in enumerate(statuses)}
         signatures = {
             rank: call["signature"]
-            for rank, call in sorted(calls.items())
+            for rank, call in calls.items()
             if call is not None and is_same_call(call, tag)
         }
         if len(signatures) == cluster.size:
@@ -159,17 +154,13 @@ class Look(NamedTuple):
         return {rank: sorted(wait["tag"] for wait in waits) for rank, waits in self.waits.items()}
 
 
+@dataclass
 class DeadlockWatch:
-    """Looks for ranks that wait for each other; used on the event loop of rank 0.
+    """Looks for ranks that wait for each other; used on the event loop of rank 0."""
 
-    Args:
-      long_s: length of a wait that is long in any program.
-    """
-
-    def __init__(self, size: int, long_s: float) -> None:
-        self._size = size
-        self._long_s = long_s
-        self._last: Look | None = None
+    _size: int
+    _long_s: float  # length of a wait that is long in any program
+    _last: Look | None = None
 
     def is_due(self, rank: int, wait: Wait, waits: Sequence[Wait]) -> bool:
         """Returns True if rank 0, which waits in any deadlock, has to look at all waits now."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
@@ -34,6 +34,7 @@ _ROUND_TRIPS = 4  # more than any TLS handshake needs
 _PARTIAL_CHAIN = 0x80000
 _PROBE_TIMEOUT_S = 1.0
 _MAX_FILE_BYTES = 1 << 20  # of a token or certificate file
+_NO_PROOF = "\0" * 64  # of a rank without a token, as long as any other
 _WANTS_TLS = "wants TLS, and this rank has no tls_dir"
 
 
@@ -71,6 +72,13 @@ def check_tls_dir(path: str, host: str | None = None) -> datetime:
     return tls.expires
 
 
+class Identity(NamedTuple):
+    """One side of a call or of a data connection."""
+
+    rank: int  # -1 if it is an observer, or names none
+    incarnation: str
+
+
 class Security:
     """The token and the certificates of one rank."""
 
@@ -93,13 +101,14 @@ class Security:
 
     def proof(self, *fields: str, body: bytes) -> str:
         """Returns the proof that this rank knows the token: HMAC-SHA256, in hexadecimal."""
+        if self._token is None:
+            return _NO_PROOF
         signed = json.dumps(fields).encode() + b"\n" + body
-        return hmac.new(self._token or b"", signed, hashlib.sha256).hexdigest()
+        return hmac.new(self._token, signed, hashlib.sha256).hexdigest()
 
-    def is_proof(self, proof: str, *fields: str, body: bytes) -> bool:
+    def is_proof(self, proof: bytes, *fields: str, body: bytes) -> bool:
         """Returns True if `proof` is the proof of these fields and this message."""
-        expected = self.proof(*fields, body=body)
-        return hmac.compare_digest(proof.encode(), expected.encode())
+        return hmac.compare_digest(proof, self.proof(*fields, body=body).encode())
 
 
 class Tls:

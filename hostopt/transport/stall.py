@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple, Optional
 
 from hostopt.cluster.cluster import Cluster
@@ -40,25 +41,20 @@ class Wait(NamedTuple):
     since_s: float  # on the monotonic clock
 
 
+@dataclass(eq=False)
 class Schedule:
     """Times at which a wait is due for a comparison of calls, a warning or its end."""
 
-    def __init__(
-        self,
-        wait: Wait,
-        options: Options,
-        on_stall: Callable[[Wait, bool], object],
-        on_long_wait: Callable[[Wait], object],
-        grace_s: float = 0.0,
-    ) -> None:
-        self._wait = wait
-        self._on_stall = on_stall
-        self._on_long_wait = on_long_wait
-        self._warn_after_s = options.stall_warning_s
+    _wait: Wait
+    _options: Options
+    _on_stall: Callable[[Wait, bool], object]
+    _on_long_wait: Callable[[Wait], object]
+    _grace_s: float
+
+    def __post_init__(self) -> None:
+        self._warn_after_s = self._options.stall_warning_s
         self._compare_after_s = _COMPARE_AFTER_S
-        self._timeout_s = options.collective_timeout_s
         self._has_timed_out = False
-        self._grace_s = grace_s
         self._grace_end_s: float | None = None
 
     def is_in_grace(self) -> bool:
@@ -71,13 +67,14 @@ class Schedule:
     def next_s(self) -> float | None:
         """Does what is due; returns the seconds until its next call, None at the wait's end."""
         waited_s = time.monotonic() - self._wait.since_s
-        if waited_s >= self._timeout_s + _DIAGNOSIS_S:
+        timeout_s = self._options.collective_timeout_s
+        if waited_s >= timeout_s + _DIAGNOSIS_S:
             return None
-        if waited_s >= self._timeout_s:
+        if waited_s >= timeout_s:
             if not self._has_timed_out:
                 self._has_timed_out = True
                 self._on_stall(self._wait, True)
-            return self._timeout_s + _DIAGNOSIS_S - waited_s
+            return timeout_s + _DIAGNOSIS_S - waited_s
         if waited_s >= self._warn_after_s:
             self._on_stall(self._wait, False)
             while waited_s >= self._warn_after_s:
@@ -86,7 +83,7 @@ class Schedule:
             self._on_long_wait(self._wait)
             while waited_s >= self._compare_after_s:
                 self._compare_after_s *= 2
-        return min(self._warn_after_s, self._compare_after_s, self._timeout_s) - waited_s
+        return min(self._warn_after_s, self._compare_after_s, timeout_s) - waited_s
 
 
 class Culprit(NamedTuple):
@@ -104,15 +101,15 @@ def build_status(
 ) -> Status:
     """Describes what a rank is doing, in types that JSON supports, the longest waits first."""
     now_s = time.monotonic()
-    received = [
-        {"peer": peer, "what": name, "tag": list(tag), "for_s": now_s - since_s}
-        for peer, tag, name, since_s in waits
-    ]
-    sends = [{"peer": peer, "for_s": now_s - since_s} for peer, since_s in blocked_sends.items()]
+    longest_first = sorted(waits, key=lambda wait: wait.since_s)
+    sends = sorted(blocked_sends.items(), key=lambda send: send[1])
     return {
         "error": error and error_to_dict(error),
-        "waits": sorted(received, key=_longest_first),
-        "sends": sorted(sends, key=_longest_first),
+        "waits": [
+            {"peer": peer, "what": name, "tag": list(tag), "for_s": now_s - since_s}
+            for peer, tag, name, since_s in longest_first
+        ],
+        "sends": [{"peer": peer, "for_s": now_s - since_s} for peer, since_s in sends],
         "last": last and {"what": last.name, "step": last.tag.step, "ago_s": now_s - last.time_s},
     }
 
@@ -153,10 +150,6 @@ async def find_culprit(
             return Culprit(peer, f"{text}: they wait for each other, {places}")
         text += ", "
         peer = next_peer
-
-
-def _longest_first(entry: dict[str, Any]) -> float:
-    return -float(entry["for_s"])
 
 
 def _last_event(status: Status) -> str:

@@ -29,20 +29,20 @@ from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.transport import mismatch
 from hostopt.transport.frame import HEADER_BYTES, FrameReader, Origin
 from hostopt.transport.grpc.notes import (
+    STATUS_REQUEST,
     read_details,
     read_leave,
+    read_note,
     read_overview,
     read_status,
-    read_status_request,
 )
 from hostopt.transport.grpc.rendezvous import HelloMessages
 from hostopt.transport.grpc.ring import Peers
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Tag
-from hostopt.transport.security import Security
+from hostopt.transport.security import Identity, Security
 from hostopt.transport.stall import Culprit, find_culprit
 from hostopt.transport.tcp import handshake
-from hostopt.transport.tcp.handshake import Identity
 from hostopt.transport.tcp.socket_stream import receive_frames
 
 pytestmark = pytest.mark.timeout(1200)
@@ -120,7 +120,7 @@ def test_status_request_is_read_or_refused(data: bytes) -> None:
     recorder = FlightRecorder(0, None)
     recorder.record("sent", 1, "bucket", Tag(*TAG))
     with contextlib.suppress(ValueError):
-        question = read_status_request(data, MOST_BYTES)
+        question = read_note(data, MOST_BYTES, STATUS_REQUEST)
         assert recorder.has_sent(question["waiting"], question["tag"]) in (True, False)
         assert {}.get(question["tag"][0]) is None
 
@@ -134,7 +134,6 @@ def test_status_is_read_or_refused(data: bytes) -> None:
         except ValueError:
             return None
 
-    local_call = {**STATUS["call"], "checksum": 1}
     mismatch._RETRY_AFTER_S = 0
     try:
         culprit = asyncio.run(find_culprit(CLUSTER, 1, TAG, request_status))
@@ -142,7 +141,7 @@ def test_status_is_read_or_refused(data: bytes) -> None:
         culprit.text.encode()
     except HostOptError as error:
         assert_can_be_shown(error)
-    result = mismatch.find_mismatch(CLUSTER, 1, TAG, local_call, request_status)
+    result = mismatch.find_mismatch(CLUSTER, 1, TAG, request_status)
     assert_can_be_shown(asyncio.run(result))
 
 

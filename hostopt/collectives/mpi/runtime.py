@@ -31,7 +31,6 @@ from hostopt.transport.base import Transport
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 0.05
 # Time of polling without sleep: a rank that sleeps wakes up late, and then the others wait for it.
 _SPIN_S, _SPIN_S_PER_BYTE = 2e-3, 5e-9
 _POLLS = 16  # about 5 us, between offers of the core to other threads
@@ -161,28 +160,12 @@ def library_version() -> str:
     return " ".join(lines[0].replace("\0", "").split(",")[0].split())
 
 
-def wait_for(
-    future: concurrent.futures.Future[Any], timeout_s: float, check: Callable[[], object]
-) -> Any:
-    """Waits for a call on the thread of MPI; `check` raises if the wait is hopeless."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        check()
-        left_s = deadline_s - time.monotonic()
-        try:
-            return future.result(max(min(_POLL_S, left_s), 0.0))
-        except concurrent.futures.TimeoutError:
-            if left_s <= 0:
-                raise
-
-
 def _end(runtime: Runtime) -> None:
     """Ends MPI at exit, if all collectives of this process have ended well."""
     if not runtime.is_ours or runtime.pid != os.getpid() or runtime.has_failed or _kept:
         return
     try:
-        ending = runtime.call(lambda: _call_library("MPI_Finalize"))
-        wait_for(ending, runtime.end_timeout_s, lambda: None)
+        runtime.call(lambda: _call_library("MPI_Finalize")).result(runtime.end_timeout_s)
     except concurrent.futures.TimeoutError:
         _log.warning(
             "MPI_Finalize has waited %g s for other processes of the launcher: this process ends "

@@ -17,6 +17,7 @@ import concurrent.futures
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,20 +140,19 @@ def _find_ranks(channel: Channel) -> list[int]:
 
 
 def _wait(transport: Transport, future: concurrent.futures.Future[Any], name: str) -> Any:
+    """Waits for a call on the thread of MPI, unless the ring is aborted."""
     timeout_s = transport.options.rendezvous_timeout_s
-
-    def check() -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not concurrent.futures.wait([future], _POLL_S).done:
         if transport.error is not None:
             raise transport.error
-
-    try:
-        return runtime.wait_for(future, timeout_s, check)
-    except concurrent.futures.TimeoutError:
-        raise RendezvousTimeoutError(
-            f"{name} has not returned within {timeout_s:g} s. Check that all processes of the "
-            "launcher use communication='mpi', and the network between them",
-            **transport.cluster.attributes(transport.rank),
-        ) from None
+        if time.monotonic() > deadline_s:
+            raise RendezvousTimeoutError(
+                f"{name} has not returned within {timeout_s:g} s. Check that all processes of the "
+                "launcher use communication='mpi', and the network between them",
+                **transport.cluster.attributes(transport.rank),
+            )
+    return future.result()
 
 
 def _first_round(size: int, number: int) -> int:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any, Callable
+from typing import Any
 
 from hostopt.options import Options
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.authentication import Authenticator
 from hostopt.transport.grpc.ring import INCARNATION, Ring, Timing
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.security import Tls
+from hostopt.transport.security import Identity, Tls
 
 # Minimum time for an attempt to connect with TLS, whose handshake takes several round trips. gRPC
 # uses the first of two equal options.
 HANDSHAKE_TIME = ("grpc.min_reconnect_backoff_ms", 3_000)
 _MAX_HTTP2_FRAME_BYTES = (1 << 24) - 1
 _NEVER_MS = (1 << 31) - 1
-OptionsOf = Callable[[Options, Timing], list[tuple[str, int]]]
 
 
 def message_options(options: Options, timing: Timing) -> list[tuple[str, int]]:
@@ -66,15 +64,27 @@ def open_channel(
     return grpc.aio.secure_channel(address, credentials, [HANDSHAKE_TIME, *options])
 
 
-async def call_until_known(call: Callable[[str], Awaitable[bytes]], incarnation: str) -> bytes:
-    """Calls a rank, again if it asks for a proof that is made for its incarnation."""
-    try:
-        return await call(incarnation)
-    except grpc.aio.AioRpcError as error:
-        challenge = INCARNATION.fullmatch(error.details() or "")
-        if error.code() is not grpc.StatusCode.UNAUTHENTICATED or not challenge:
-            raise
-    return await call(challenge[0])
+async def call_signed(
+    stub: Any, signer: Authenticator, called: Identity, method: str, request: bytes, **times: float
+) -> bytes | None:
+    """Calls a rank, again if it asks for a proof that is made for its incarnation.
+
+    Returns None if the answer does not prove that the rank knows the token.
+    """
+    is_challenged = False
+    while True:
+        metadata = signer.call_metadata(called, method, request)
+        answering = stub(request, metadata=metadata, **times)
+        try:
+            answer: bytes = await answering
+        except grpc.aio.AioRpcError as error:
+            code, challenge = error.code(), INCARNATION.fullmatch(error.details() or "")
+            if is_challenged or code is not grpc.StatusCode.UNAUTHENTICATED or not challenge:
+                raise
+            is_challenged, called = True, called._replace(incarnation=challenge[0])
+            continue
+        trailing = await answering.trailing_metadata()
+        return answer if signer.is_answer(called, method, answer, trailing) else None
 
 
 class RpcClient:
@@ -84,16 +94,16 @@ class RpcClient:
         self._ring = ring
         self._peers = ring.peers
         self._service = service
-        self.authenticator = Authenticator(ring.peers, ring.security)
+        self.authenticator = Authenticator(ring.peers.local, ring.security)
         self.channels: dict[int, grpc.aio.Channel] = {}  # for calls to each peer
 
     def open(self) -> None:
         """Opens a connection to every peer."""
+        options = control_options(self._ring.options, self._ring.timing)
         for peer in self._peers.missing:
-            self.channels[peer] = self._open_channel(peer, control_options)
+            self.channels[peer] = self._open_channel(peer, options)
 
-    def _open_channel(self, peer: int, options_of: OptionsOf) -> grpc.aio.Channel:
-        options = options_of(self._ring.options, self._ring.timing)
+    def _open_channel(self, peer: int, options: list[tuple[str, int]]) -> grpc.aio.Channel:
         address = self._peers.cluster.ring[peer].address
         return open_channel(address, options, self._ring.security.tls)
 
@@ -112,29 +122,25 @@ class RpcClient:
           grpc.aio.AioRpcError: it cannot be reached, or ends the call.
         """
         stub = self.channels[peer].unary_unary(f"/{self._service}/{method}")
-
-        async def call(incarnation: str) -> bytes:
-            metadata = self.authenticator.call_metadata(peer, incarnation, method, request)
-            times = {"timeout": timeout_s, "wait_for_ready": wait_for_ready}
-            answering = stub(request, metadata=metadata, **times)
-            answer: bytes = await answering
-            trailing = await answering.trailing_metadata()
-            self.authenticator.check_answer(peer, incarnation, method, answer, trailing)
-            return answer
-
+        times = {"timeout": timeout_s, "wait_for_ready": wait_for_ready}
+        called = self._peers.identity(peer)
+        fault = "answers without knowing the token of this rank"
         try:
-            return await call_until_known(call, self._peers.incarnations.get(peer, ""))
+            answer = await call_signed(stub, self.authenticator, called, method, request, **times)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.PERMISSION_DENIED:
                 raise
-            reason = (error.details() or "")[: limits.SHOWN_CHARACTERS]
-        raise self.authenticator.auth_error(peer, f"refuses this rank: {reason}")
+            answer = None
+            fault = f"refuses this rank: {(error.details() or '')[: limits.SHOWN_CHARACTERS]}"
+        if answer is None:
+            raise self._ring.auth_error(peer, fault)
+        return answer
 
     def open_stream(self, peer: int) -> tuple[grpc.aio.Channel, Any]:
         """Starts a stream of frames to a peer; returns its own connection, and the call."""
-        channel = self._open_channel(peer, message_options)
-        incarnation = self._peers.incarnations.get(peer, "")
-        metadata = self.authenticator.call_metadata(peer, incarnation, "Stream")
+        options = message_options(self._ring.options, self._ring.timing)
+        channel = self._open_channel(peer, options)
+        metadata = self.authenticator.call_metadata(self._peers.identity(peer), "Stream")
         stub = channel.stream_unary(f"/{self._service}/Stream")
         # a first attempt to connect may fail on a busy machine
         return channel, stub(metadata=metadata, wait_for_ready=True)

@@ -24,7 +24,6 @@ from hostopt.transport.grpc.server import RpcServer
 from hostopt.transport.tcp import data_server, handshake
 from hostopt.transport.tcp.data_server import DataServer
 from hostopt.transport.tcp.data_socket import DataSocket
-from hostopt.transport.tcp.handshake import Identity
 from hostopt.transport.tcp.socket_stream import RECEIVED_ALL, SocketStream, receive_frames
 
 _log = logging.getLogger(__name__)
@@ -111,10 +110,8 @@ class OutgoingStreams:
 
     async def _connect(self, peer: int, address: str) -> DataSocket:
         peers, options = self._peers, self._ring.options
-        caller = Identity(peers.rank, peers.incarnation)
-        called = Identity(peer, peers.incarnations[peer])
         connecting = data_server.connect(
-            address, caller, called, self._ring.security, self._context
+            address, peers.local, peers.identity(peer), self._ring.security, self._context
         )
         shortest_s = min(options.collective_timeout_s, options.rendezvous_timeout_s)
         return await asyncio.wait_for(connecting, min(limits.HANDSHAKE_S, shortest_s / 2))
@@ -130,7 +127,7 @@ class IncomingStreams:
         self._on_broken = on_broken
         self._open: set[int] = set()  # peers whose stream is open
         self._data_server = DataServer(
-            Identity(peers.rank, peers.incarnation),
+            peers.local,
             peers.incarnations.get,
             ring.security,
             limits.HANDSHAKE_S,

@@ -12,7 +12,6 @@ import contextlib
 import enum
 import json
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from hostopt.errors import AuthError, HostOptError, PeerLostError, error_from_dict, error_to_dict
@@ -29,7 +28,6 @@ from hostopt.transport.stall import Status
 _log = logging.getLogger(__name__)
 
 _SILENT = "no answer to ping, its process is frozen, or its host or link is silent"
-_NO_STATUS = (grpc.aio.AioRpcError, AuthError, ValueError)  # a peer gives none
 _INCARNATION_CHANGED = "incarnation changed, its process was started again"
 
 
@@ -55,21 +53,18 @@ class Liveness:
         self._watches: list[asyncio.Future[None]] = []
         self.closed = False  # True once this rank leaves the ring
 
-    async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
-        """See `Transport.request_status`."""
+    async def request_status(self, peer: int, **message: Any) -> Status | None:
+        """Returns the status of a peer, for a message if one is given; None without an answer."""
         try:
-            return await self._call_status(peer, {"waiting": waiting, "tag": tag})
-        except _NO_STATUS:
+            return await self._call_status(peer, message, self._ring.timing.status_timeout_s)
+        except (grpc.aio.AioRpcError, AuthError, ValueError):
             return None
 
-    async def _call_status(
-        self, peer: int, request: dict[str, Any], timeout_s: float | None = None
-    ) -> Status:
-        data = json.dumps(request).encode()
-        timeout_s = self._ring.timing.status_timeout_s if timeout_s is None else timeout_s
+    async def _call_status(self, peer: int, message: dict[str, Any], timeout_s: float) -> Status:
+        data = json.dumps(message).encode()
         answer = await self._client.call(peer, "Status", data, timeout_s)
         size, most_bytes = self._peers.cluster.size, self._peers.most_note_bytes
-        return read_status(answer, most_bytes, size, for_message=bool(request))
+        return read_status(answer, most_bytes, size, for_message=bool(message))
 
     def start(self) -> None:
         """Watches the connections to all peers, once the rendezvous is complete."""
@@ -93,15 +88,10 @@ class Liveness:
                 if state is not PeerState.ALIVE:
                     await self._lose(peer, error, state)
                     return
-            if is_ready and not was_ready:
-                await self._identify(peer)
+            if is_ready and not was_ready:  # the peer closes connections without calls
+                await self.request_status(peer)
             was_ready = is_ready
             await channel.wait_for_state_change(connectivity)
-
-    async def _identify(self, peer: int) -> None:
-        """Makes a call over a new connection, as the peer closes connections without calls."""
-        with contextlib.suppress(*_NO_STATUS):
-            await self._call_status(peer, {})
 
     async def stream_broken(self, peer: int, reason: str) -> None:
         """Handles a broken stream to or from a peer, unless the peer has left in good order."""
@@ -110,11 +100,8 @@ class Liveness:
 
     async def check_restart(self, peer: int, incarnation: str) -> None:
         """Checks the claim that a peer has been started again, by a call to its address."""
-        try:
-            status = await self._call_status(peer, {})
-        except _NO_STATUS:
-            return
-        if status["incarnation"] != incarnation:
+        status = await self.request_status(peer)
+        if status is None or status["incarnation"] != incarnation:
             return  # a stranger, such as the same task on another host
         if not self._peers.connected:
             self.forget(peer)

@@ -11,6 +11,7 @@ from hostopt.transport.grpc.limits import DETAILS_BYTES, NOTE_DEPTH
 
 _ERROR = {"kind": str, "message": str, "facts": dict}
 _TAG = (int,) * 7
+HELLO = {"rank": int, "incarnation": str}  # and what `HelloMessages.check` compares
 LEAVE = {"sender": int, "from": str, "to": Or(str, None)}  # and "error", an _ERROR
 STATUS_REQUEST = {"waiting": int, "tag": _TAG}
 STATUS = {
@@ -40,8 +41,8 @@ DETAILS = {
 OVERVIEW = {"ring": Each({"task": str, "address": str}), "ranks": Each(Or(DETAILS, str))}
 
 
-def read_note(data: bytes, most_bytes: int) -> dict[str, Any]:
-    """Reads a JSON object; all of its texts can be encoded as UTF-8."""
+def read_note(data: bytes, most_bytes: int, shape: dict[str, Any]) -> dict[str, Any]:
+    """Reads a JSON object of a shape; all of its texts can be encoded as UTF-8."""
     if len(data) > most_bytes:
         raise ValueError(f"a message of {len(data)} bytes, expected at most {most_bytes}")
     try:
@@ -53,18 +54,14 @@ def read_note(data: bytes, most_bytes: int) -> dict[str, Any]:
     if not isinstance(note, dict):
         raise ValueError("a message that is not a JSON object")
     _check_depth(note)
+    if not has_shape(note, shape):
+        raise ValueError("a message that lacks a field, or has a field of another type")
     return note
-
-
-def read_status_request(data: bytes, most_bytes: int) -> dict[str, Any]:
-    """Reads the Status request of a waiting rank; arguments and errors as for `read_note`."""
-    return _with_shape(read_note(data, most_bytes), STATUS_REQUEST)
 
 
 def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -> dict[str, Any]:
     """Reads the answer of a Status call: see `Transport.status_for`, or `stall.build_status`."""
-    shape = STATUS_FOR_MESSAGE if for_message else STATUS
-    status = _with_shape(read_note(data, most_bytes), shape)
+    status = read_note(data, most_bytes, STATUS_FOR_MESSAGE if for_message else STATUS)
     if any(not 0 <= each["peer"] < size for each in status["waits"] + status["sends"]):
         raise ValueError("a status that names no rank of this ring")
     return status
@@ -72,39 +69,33 @@ def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -
 
 def read_details(data: bytes, size: int) -> dict[str, Any]:
     """Reads the answer of a Details call: see `hostopt.transport.overview`."""
-    return _checked_details(read_note(data, DETAILS_BYTES), size)
+    details = read_note(data, DETAILS_BYTES, DETAILS)
+    _check_ranks(details, size)
+    return details
 
 
 def read_overview(data: bytes, most_bytes: int) -> dict[str, Any]:
     """Reads the answer of an Observe call: the tasks as "ring", and their details as "ranks"."""
-    overview = _with_shape(read_note(data, most_bytes), OVERVIEW)
+    overview = read_note(data, most_bytes, OVERVIEW)
     size = len(overview["ring"])
     if len(overview["ranks"]) != size:
         raise ValueError("an overview that lacks a rank")
     for details in overview["ranks"]:
         if not isinstance(details, str):
-            _checked_details(details, size)
+            _check_ranks(details, size)
     return overview
 
 
-def _checked_details(details: dict[str, Any], size: int) -> dict[str, Any]:
-    _with_shape(details, DETAILS)
+def _check_ranks(details: dict[str, Any], size: int) -> None:
     peers = [details[key]["peer"] for key in ("wait", "send") if details[key]]
     if any(not 0 <= peer < size for peer in peers + details["missing"]):
         raise ValueError("details that name no rank of this ring")
-    return details
 
 
 def read_leave(data: bytes, most_bytes: int) -> tuple[dict[str, Any], HostOptError | None]:
     """Reads a Leave message; returns it, and the error in it or None."""
-    note = _with_shape(read_note(data, most_bytes), LEAVE)
+    note = read_note(data, most_bytes, LEAVE)
     return note, error_from_dict(note["error"]) if "error" in note else None
-
-
-def _with_shape(note: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    if not has_shape(note, shape):
-        raise ValueError("a message that lacks a field, or has a field of another type")
-    return note
 
 
 def _check_depth(note: dict[str, Any]) -> None:

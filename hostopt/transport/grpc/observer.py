@@ -15,11 +15,11 @@ from hostopt.transport import event_loop
 from hostopt.transport.addresses import listens
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc import ring as ring_
-from hostopt.transport.grpc.authentication import ObserverProofs
+from hostopt.transport.grpc.authentication import Authenticator
 from hostopt.transport.grpc.client import (
     HANDSHAKE_TIME,
     RpcClient,
-    call_until_known,
+    call_signed,
     message_options,
     open_channel,
 )
@@ -28,7 +28,7 @@ from hostopt.transport.grpc.ring import Ring
 from hostopt.transport.grpc.runtime import grpc, keep_aio_running
 from hostopt.transport.grpc.server import OBSERVE
 from hostopt.transport.overview import Details, printable
-from hostopt.transport.security import Security, probe
+from hostopt.transport.security import Identity, Security, probe
 
 _MAX_RANKS = 4096
 # Time to wait for the answer; longer than the rank waits for its peers.
@@ -55,7 +55,13 @@ async def _observe(
     arguments += message_options(options, ring_.DEFAULT)
     channel = open_channel(address, arguments, security.tls)
     try:
-        answer = await _call(channel, address, security, service)
+        stub = channel.unary_unary(f"/{service}/{OBSERVE}")
+        signer = Authenticator(Identity(-1, secrets.token_hex(8)), security, True)
+        rank = Identity(-1, "")  # unknown, so it will be asked for
+        answer = await call_signed(stub, signer, rank, OBSERVE, b"", timeout=ANSWER_S)
+        if answer is None:
+            fault = "answers without knowing the token of this command"
+            raise AuthError(f"{address} {fault}. {_ADVICE}")
         return read_overview(answer, most_bytes)
     except grpc.aio.AioRpcError as error:
         raise await _error_of(address, error, security) from None
@@ -66,21 +72,6 @@ async def _observe(
         ) from None
     finally:
         await channel.close()
-
-
-async def _call(channel: Any, address: str, security: Security, service: str) -> bytes:
-    proofs = ObserverProofs(security, OBSERVE, secrets.token_hex(8))
-    stub, request = channel.unary_unary(f"/{service}/{OBSERVE}"), b""
-
-    async def call(incarnation: str) -> bytes:
-        metadata = proofs.call_metadata(incarnation, request)
-        answering = stub(request, metadata=metadata, timeout=ANSWER_S)
-        answer: bytes = await answering
-        if proofs.is_answer(incarnation, answer, await answering.trailing_metadata()):
-            return answer
-        raise AuthError(f"{address} answers without knowing the token of this command. {_ADVICE}")
-
-    return await call_until_known(call, "")
 
 
 async def _error_of(address: str, error: grpc.aio.AioRpcError, security: Security) -> HostOptError:

@@ -20,7 +20,7 @@ from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.data_streams import OutgoingStreams
 from hostopt.transport.grpc.limits import SHOWN_CHARACTERS, SHOWN_DIFFERENCES
 from hostopt.transport.grpc.liveness import Liveness
-from hostopt.transport.grpc.notes import read_note
+from hostopt.transport.grpc.notes import HELLO, read_note
 from hostopt.transport.grpc.ring import INCARNATION, Peers, Ring
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.security import probe
@@ -74,7 +74,7 @@ class Rendezvous:
         return json.dumps(self.messages.build(to=peer)).encode()
 
     async def run(self) -> None:
-        """Sends Hello messages until all peers are connected."""
+        """Sends Hello messages until all peers are connected, which are watched from then on."""
         started = time.monotonic()
         report_at_s = self._ring.timing.progress_every_s
         missing, rank = self._peers.missing, self._peers.rank
@@ -95,6 +95,7 @@ class Rendezvous:
         if self._ring.mailbox.error is not None:
             raise self._ring.mailbox.error
         self._peers.connected = True
+        self._liveness.start()
 
     async def _greet(self, peer: int) -> None:
         peers = self._peers
@@ -143,9 +144,9 @@ class Rendezvous:
             fault = await probe(peers.cluster.ring[peer].address, self._ring.security.tls)
         if self._ring.security.local_fault is not None and (has_answered or fault):
             local_fault = f"is refused by others: {self._ring.security.local_fault}"
-            raise self._client.authenticator.auth_error(peers.rank, local_fault)
+            raise self._ring.auth_error(peers.rank, local_fault)
         if fault is not None:
-            raise self._client.authenticator.auth_error(peer, fault)
+            raise self._ring.auth_error(peer, fault)
 
 
 class HelloMessages:
@@ -174,11 +175,9 @@ class HelloMessages:
 
     def read(self, data: bytes) -> dict[str, Any]:
         """Reads the Hello message of a peer; only `check` compares its fields with this rank's."""
-        hello = read_note(data, self._peers.most_note_bytes)
-        if not has_shape(hello, {"rank": int, "incarnation": str}):
-            raise ValueError("a Hello message without rank and incarnation")
+        hello = read_note(data, self._peers.most_note_bytes, HELLO)
         port = hello.setdefault("data_port", 0)  # `check` names an older version of hostopt
-        if not has_shape(hello, {"data_port": int}) or not 0 <= port <= _MAX_PORT:
+        if not has_shape(port, int) or not 0 <= port <= _MAX_PORT:
             raise ValueError("a Hello message with a data port that does not exist")
         if hello["rank"] not in self._peers or not INCARNATION.fullmatch(hello["incarnation"]):
             raise ValueError("a Hello message that does not identify a peer")

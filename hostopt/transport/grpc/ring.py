@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 from hostopt.cluster.cluster import Cluster
+from hostopt.errors import AuthError
 from hostopt.options import Options
 from hostopt.transport.frame import Origin
 from hostopt.transport.grpc.limits import most_note_bytes
 from hostopt.transport.mailbox import Mailbox
-from hostopt.transport.security import Security
+from hostopt.transport.security import Identity, Security
 
 INCARNATION = re.compile("[0-9a-f]{1,16}")
 
@@ -52,6 +53,7 @@ class Peers:
         self.rank = cluster.rank
         self.successor = (cluster.rank + 1) % cluster.size
         self.incarnation = secrets.token_hex(8)
+        self.local = Identity(self.rank, self.incarnation)
         self.incarnations: dict[int, str] = {}  # of the connected peers
         self.data_port = 0  # of this rank; 0 if it has no data server
         self.data_ports: dict[int, int] = {}  # of the connected peers
@@ -69,6 +71,10 @@ class Peers:
         ring = json.dumps([str(task) for task in self.cluster.ring])
         incarnation = self.incarnation if rank == self.rank else self.incarnations[rank]
         return Origin(zlib.crc32(ring.encode()), int(incarnation, 16))
+
+    def identity(self, peer: int) -> Identity:
+        """Returns the identity of a peer; its incarnation is empty if it is not connected."""
+        return Identity(peer, self.incarnations.get(peer, ""))
 
     def add(self, peer: int, hello: dict[str, Any]) -> None:
         """Notes the incarnation and the data port of a peer."""
@@ -104,3 +110,20 @@ class Ring:
     timing: Timing
     mailbox: Mailbox  # also has the error of the ring, and the peers that have left
     abort: Callable[[BaseException], None]
+
+    def is_peer(self, claim: Identity) -> bool:
+        """Returns True if the claim of an accepted call is true. A token has proved it."""
+        incarnation = self.peers.incarnations.get(claim.rank)
+        return self.security.has_token or claim.incarnation == incarnation
+
+    def auth_error(self, rank: int, fault: str) -> AuthError:
+        """Builds the error of a rank that may not be in the ring; `fault` is a predicate."""
+        cluster = self.peers.cluster
+        fault = f"{cluster.describe(rank)} {fault}"
+        return AuthError(
+            f"{fault}. Found by {cluster.describe(self.peers.rank)}. Give all ranks the same "
+            "token, in token_file or HOSTOPT_TOKEN, and each a tls_dir with a valid certificate "
+            "of the same CA, or none of them any",
+            **cluster.attributes(rank),
+            root_cause=fault,
+        )

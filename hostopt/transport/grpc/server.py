@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Callable
 
 from hostopt.errors import ConfigError
@@ -19,7 +18,6 @@ from hostopt.transport.grpc.authentication import (
     MAX_RANK_DIGITS,
     Authenticator,
     Caller,
-    ObserverAuthenticator,
     claim_of,
     read_metadata,
 )
@@ -57,14 +55,14 @@ class RpcServer:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._peers = ring.peers
-        self._authenticator = Authenticator(ring.peers, ring.security)
-        self._observers = ObserverAuthenticator(ring.peers, ring.security)
+        self._authenticator = Authenticator(ring.peers.local, ring.security)
+        self._observers = Authenticator(ring.peers.local, ring.security, True)
         self._refused_hosts: set[str] = set()
         self._unknown: asyncio.Semaphore | None = None
         self._server: grpc.aio.Server | None = None
         self._port = 0
         self._guard: asyncio.Future[None] | None = None
-        self.strangers = Strangers(ring.peers.cluster.size, self._authenticator.is_peer)
+        self.strangers = Strangers(ring.peers.cluster.size, ring.is_peer)
 
     async def start(
         self, service: str, on_stream: Any, on_observe: Handler, **handlers: Handler
@@ -80,9 +78,9 @@ class RpcServer:
         self._server = grpc.aio.server(
             options=server_options(self._ring.options, self._ring.timing, cluster.size)
         )
-        authenticator, observers = self._authenticator, self._observers
-        methods = {name: self._method(name, authenticator, h) for name, h in handlers.items()}
-        methods[OBSERVE] = self._method(OBSERVE, observers, on_observe)
+        ranks = self._authenticator
+        methods = {name: self._method(name, ranks, each) for name, each in handlers.items()}
+        methods[OBSERVE] = self._method(OBSERVE, self._observers, on_observe)
         methods["Stream"] = grpc.stream_unary_rpc_method_handler(on_stream)
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(service, methods)]
@@ -180,16 +178,12 @@ class RpcServer:
         return bytes(request)
 
     async def _read_all(self, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
-        async with self._memory_limit(caller):
+        async with contextlib.AsyncExitStack() as scope:
+            if self._unknown is not None and not self._ring.is_peer(claim_of(caller)):
+                await scope.enter_async_context(self._unknown)  # few strangers at the same time
             request = await context.read()
             # The call counts as open until its end is read, and the caller may soon call again.
             return request if await context.read() is grpc.aio.EOF else None
-
-    def _memory_limit(self, caller: Caller) -> AbstractAsyncContextManager[Any]:
-        """Scope of a read; few callers that may be strangers are in it at the same time."""
-        if self._authenticator.is_peer(claim_of(caller)) or self._unknown is None:
-            return contextlib.AsyncExitStack()
-        return self._unknown
 
     async def _refuse(
         self, context: grpc.aio.ServicerContext, caller: Caller, reason: str

@@ -26,7 +26,7 @@ from hostopt.process import error_report
 from hostopt.process.descriptors import limit, open_descriptors
 from hostopt.transport.addresses import host_and_port
 from hostopt.transport.grpc import limits
-from hostopt.transport.grpc.authentication import Claim
+from hostopt.transport.security import Identity
 
 _log = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ class Endpoint(NamedTuple):
 class Strangers:
     """The connections to one server; used on the event loop."""
 
-    def __init__(self, size: int, is_peer: Callable[[Claim], bool]) -> None:
+    def __init__(self, size: int, is_peer: Callable[[Identity], bool]) -> None:
         self._most = limits.most_strangers(size)
         self._is_peer = is_peer
-        self._claims: dict[Endpoint, Claim] = {}
+        self._claims: dict[Endpoint, Identity] = {}
         self._streams: dict[int, Endpoint] = {}  # connection of the open stream, by rank
         self._strangers: dict[Endpoint, float] = {}  # time of the first scan that found it
         self._shut_down: set[Endpoint] = set()  # by the last scan
@@ -56,7 +56,7 @@ class Strangers:
         self._scanned_s = 0.0
         self._descriptors = 0
 
-    def add_claim(self, address: str, claim: Claim) -> None:
+    def add_claim(self, address: str, claim: Identity) -> None:
         """Notes the claim of a caller; only some connections of each claim count as a peer's."""
         endpoint = parse_endpoint(address)
         if endpoint is not None:
@@ -72,7 +72,7 @@ class Strangers:
         return True
 
     def _peers(self) -> set[Endpoint]:
-        peers, connections = set(self._streams.values()), Counter[Claim]()
+        peers, connections = set(self._streams.values()), Counter[Identity]()
         for endpoint, claim in self._claims.items():
             connections[claim] += 1
             if connections[claim] <= limits.CONNECTIONS_OF_A_PEER and self._is_peer(claim):

@@ -36,7 +36,7 @@ from hostopt.transport.grpc import ring as ring_
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.data_streams import IncomingStreams, OutgoingStreams
 from hostopt.transport.grpc.liveness import Departure, Liveness
-from hostopt.transport.grpc.notes import read_status_request
+from hostopt.transport.grpc.notes import STATUS_REQUEST, read_note
 from hostopt.transport.grpc.observer import Observation
 from hostopt.transport.grpc.rendezvous import Rendezvous
 from hostopt.transport.grpc.ring import Peers, Ring
@@ -77,7 +77,7 @@ class GrpcTransport(Transport):
         event_loop.run(self._serve(service))
         call_at_exit(self.close)
         try:
-            event_loop.run(self._connect())
+            event_loop.run(self._rendezvous.run())
         except BaseException as error:
             self.abort(error)
             if isinstance(error, AuthError):
@@ -104,10 +104,6 @@ class GrpcTransport(Transport):
 
     async def _on_broken(self, peer: int, reason: str) -> None:
         await self._liveness.stream_broken(peer, reason)
-
-    async def _connect(self) -> None:
-        await self._rendezvous.run()
-        self._liveness.start()
 
     # -- sending ---------------------------------------------------------------------------
 
@@ -160,7 +156,7 @@ class GrpcTransport(Transport):
     async def _on_status(self, request: bytes, _: grpc.aio.ServicerContext) -> bytes:
         """Answers a Status call; the request may name a message or be empty."""
         try:
-            message = read_status_request(request, self._peers.most_note_bytes)
+            message = read_note(request, self._peers.most_note_bytes, STATUS_REQUEST)
             status = self.status_for(message["waiting"], message["tag"])
         except ValueError:
             status = self.status()
@@ -171,7 +167,9 @@ class GrpcTransport(Transport):
 
     async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
         """See `Transport.request_status`."""
-        return await self._liveness.request_status(peer, waiting, tag)
+        if peer == self.rank:
+            return self.status_for(waiting, tag)
+        return await self._liveness.request_status(peer, waiting=waiting, tag=tag)
 
     # -- end -------------------------------------------------------------------------------
 

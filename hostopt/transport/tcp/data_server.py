@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 from hostopt.transport.addresses import host_and_port, listen_address
-from hostopt.transport.security import Security
+from hostopt.transport.security import Identity, Security
 from hostopt.transport.tcp import handshake
 from hostopt.transport.tcp.data_socket import DataSocket
-from hostopt.transport.tcp.handshake import Identity
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@
 Both sides agree on the result: the caller uses the connection once it has confirmed, and the
 called rank once it has the confirmation.
 
-A proof is an HMAC under the token that all ranks share. Without a token it is empty, and only the
+A proof is an HMAC under the token that all ranks share. Without a token it is zeros, and only the
 incarnations, which are random numbers, identify the ranks. A recorded handshake is useless, as
 nonces and incarnations are new each time.
 """
@@ -18,29 +18,21 @@ from __future__ import annotations
 
 import secrets
 import struct
-from typing import Callable, NamedTuple
+from typing import Callable
 
 from hostopt.transport.frame import WIRE_VERSION
-from hostopt.transport.security import Security
+from hostopt.transport.security import Identity, Security
 from hostopt.transport.tcp.data_socket import DataSocket
 
 _MAGIC = b"HOD"
 _GREETING = struct.Struct("<3sBIQQ16s")
 _NONCE_BYTES, _PROOF_BYTES = 16, 64
-_NO_PROOF = bytes(_PROOF_BYTES)
 _ACCEPTED, _CONFIRMED = b"\x01", b"\x03"
 _CALLED, _CALLER = "data of called", "data of caller"
 
 
 class HandshakeError(ConnectionError):
     """The other side of a data connection is not a rank of this ring."""
-
-
-class Identity(NamedTuple):
-    """One side of a data connection."""
-
-    rank: int
-    incarnation: str
 
 
 async def introduce(
@@ -53,9 +45,12 @@ async def introduce(
     await connection.write([greeting])
     answer = await connection.read_exactly(_NONCE_BYTES + _PROOF_BYTES)
     nonces = nonce + answer[:_NONCE_BYTES]
-    if not _is_proof(answer[_NONCE_BYTES:], _CALLED, caller, called, nonces, security):
+    if not security.is_proof(
+        answer[_NONCE_BYTES:], *_fields(_CALLED, caller, called), body=nonces
+    ):
         raise HandshakeError("it does not know the token of this rank")
-    await connection.write([_proof(_CALLER, caller, called, nonces, security)])
+    proof = security.proof(*_fields(_CALLER, caller, called), body=nonces)
+    await connection.write([proof.encode()])
     if await connection.read_exactly(len(_ACCEPTED)) != _ACCEPTED:
         raise HandshakeError("another program answers")
     await connection.write([_CONFIRMED])  # one byte, which the buffers of the kernel always take
@@ -73,15 +68,15 @@ async def identify(
     if magic != _MAGIC or version != WIRE_VERSION:
         raise HandshakeError("another program calls")
     incarnation = incarnation_of(rank)
-    is_current = incarnation is not None and int(incarnation, 16) == from_
-    if incarnation is None or not is_current or int(called.incarnation, 16) != to:
+    if incarnation is None or (int(incarnation, 16), int(called.incarnation, 16)) != (from_, to):
         raise HandshakeError(f"the caller claims to be rank {rank} of another ring")
     caller = Identity(rank, incarnation)
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
     nonces = nonce + own_nonce
-    await connection.write([own_nonce, _proof(_CALLED, caller, called, nonces, security)])
+    own_proof = security.proof(*_fields(_CALLED, caller, called), body=nonces)
+    await connection.write([own_nonce, own_proof.encode()])
     proof = await connection.read_exactly(_PROOF_BYTES)
-    if not _is_proof(proof, _CALLER, caller, called, nonces, security):
+    if not security.is_proof(proof, *_fields(_CALLER, caller, called), body=nonces):
         raise HandshakeError(f"the caller claims to be rank {rank}, but has another token")
     return int(rank)
 
@@ -93,16 +88,5 @@ async def accept(connection: DataSocket) -> None:
         raise HandshakeError("the caller does not confirm the connection")
 
 
-def _proof(
-    kind: str, caller: Identity, called: Identity, nonces: bytes, security: Security
-) -> bytes:
-    if not security.has_token:
-        return _NO_PROOF
-    fields = (kind, str(caller.rank), str(called.rank), caller.incarnation, called.incarnation)
-    return security.proof(*fields, body=nonces).encode()
-
-
-def _is_proof(
-    proof: bytes, kind: str, caller: Identity, called: Identity, nonces: bytes, security: Security
-) -> bool:
-    return secrets.compare_digest(proof, _proof(kind, caller, called, nonces, security))
+def _fields(kind: str, caller: Identity, called: Identity) -> tuple[str, ...]:
+    return (kind, str(caller.rank), str(called.rank), caller.incarnation, called.incarnation)

@@ -146,10 +146,7 @@ async def receive_frames(
     its header shows that, no byte of the payload is read.
     """
     data = memoryview(bytearray(HEADER_BYTES))
-    while mailbox.error is None:
-        await _fill(Destination(data), connection, mailbox)
-        if mailbox.error is not None:
-            break
+    while await _fill(Destination(data), connection, mailbox):
         header = Header.parse(data)
         if header.length > most_bytes:
             raise header.error(f"expected up to {most_bytes} bytes, got {header.length}")
@@ -161,8 +158,7 @@ async def receive_frames(
             destination = mailbox.destinations.of(peer, header.tag, header.length)
         else:
             destination = Destination(memoryview(bytearray(header.length)))
-        await _fill(destination, connection, mailbox)
-        if mailbox.error is not None:
+        if not await _fill(destination, connection, mailbox):
             break
         header.check(destination.view)
         if is_new:
@@ -172,10 +168,12 @@ async def receive_frames(
     return False
 
 
-async def _fill(destination: Destination, connection: DataSocket, mailbox: Mailbox) -> None:
+async def _fill(destination: Destination, connection: DataSocket, mailbox: Mailbox) -> bool:
+    """Reads until a destination is full; returns False if the ring is aborted."""
     filled, length = 0, len(destination.view)
     while filled < length and mailbox.error is None:
         count = connection.read_into(destination.view[filled:])
         filled += count
         if not count:  # the destination may be another one afterwards
             await connection.wait_for(length - filled)
+    return mailbox.error is None

@@ -28,7 +28,7 @@ from hostopt.options import Options
 from hostopt.transport.frame import FrameWriter
 from hostopt.transport.grpc.transport import GrpcTransport
 from hostopt.transport.message import Tag
-from hostopt.transport.security import Security, check_tls_dir, read_token
+from hostopt.transport.security import Identity, Security, check_tls_dir, read_token
 
 # --- strangers --------------------------------------------------------------------------------
 
@@ -42,10 +42,13 @@ def test_a_recorded_call_of_another_incarnation_is_refused(
     def refused(communicator: Communicator) -> Any:
         transport = communicator.transport
         address = transport.cluster.ring[0].address
-        former = dict(transport._client.authenticator.call_metadata(0, "77", method, b"{}"))
+        former = dict(
+            transport._client.authenticator.call_metadata(Identity(0, "77"), method, b"{}")
+        )
         incarnation = transport._peers.incarnations[0]
+        called = Identity(0, incarnation)
         # unchanged, with the present incarnation, and as another call of that incarnation
-        other = dict(transport._client.authenticator.call_metadata(0, incarnation, "Other", b"{}"))
+        other = dict(transport._client.authenticator.call_metadata(called, "Other", b"{}"))
         replays = [former, {**former, "to": incarnation}, other]
         return [call(address, method, b"{}", **replay).code() for replay in replays]
 
@@ -63,9 +66,8 @@ def test_a_call_cannot_be_changed_or_reflected(
         transport = communicator.transport
         incarnation = transport._peers.incarnations[0]
         own = transport.cluster.ring[1].address
-        message = dict(
-            transport._client.authenticator.call_metadata(0, incarnation, "Status", b"{}")
-        )
+        called = Identity(0, incarnation)
+        message = dict(transport._client.authenticator.call_metadata(called, "Status", b"{}"))
         back = {"rank": "0", "from": incarnation, "to": transport._peers.incarnation}
         return [
             call(transport.cluster.ring[0].address, "Status", b"{ }", **message).code(),

@@ -7,17 +7,10 @@ from typing import Any
 import pytest
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.errors import AuthError
 from hostopt.options import Options
-from hostopt.transport.grpc.authentication import (
-    Authenticator,
-    Claim,
-    ObserverAuthenticator,
-    ObserverProofs,
-    claim_of,
-)
-from hostopt.transport.grpc.ring import Peers
-from hostopt.transport.security import Security
+from hostopt.transport.grpc.authentication import Authenticator, claim_of
+from hostopt.transport.grpc.ring import DEFAULT, Peers, Ring
+from hostopt.transport.security import Identity, Security
 
 JOBS = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
 TOKEN, OTHER_TOKEN = "flour", "water"
@@ -27,7 +20,7 @@ def rank(number: int, token: str | None) -> tuple[Authenticator, Peers]:
     cluster = Cluster.from_dict(JOBS, "worker", number)
     environ = {} if token is None else {"HOSTOPT_TOKEN": token}
     peers = Peers(cluster)
-    return Authenticator(peers, Security(cluster, Options(), environ)), peers
+    return Authenticator(peers.local, Security(cluster, Options(), environ)), peers
 
 
 def call(
@@ -36,7 +29,7 @@ def call(
     """Returns whether rank 1 challenges a call of rank 0, its reason to refuse, the metadata."""
     caller, _ = rank(0, caller_token)
     called, peers = rank(1, token)
-    metadata = dict(caller.call_metadata(1, peers.incarnation, "Status", b"{}"))
+    metadata = dict(caller.call_metadata(peers.local, "Status", b"{}"))
     metadata.update(changes)
     return called.needs_challenge(metadata), called.reason_to_refuse("Status", metadata), metadata
 
@@ -79,7 +72,7 @@ def test_a_call_to_another_incarnation_is_challenged() -> None:
 def test_a_call_is_for_one_method() -> None:
     caller, _ = rank(0, TOKEN)
     called, peers = rank(1, TOKEN)
-    metadata = dict(caller.call_metadata(1, peers.incarnation, "Status", b"{}"))
+    metadata = dict(caller.call_metadata(peers.local, "Status", b"{}"))
     assert called.reason_to_refuse("Leave", metadata) == "the caller has another token"
 
 
@@ -99,34 +92,31 @@ def test_answers(fault: str | None) -> None:
     answer = b"{ }" if fault == "another answer" else b"{}"
     if fault == "no proof":
         proof = None
-    if fault is None:
-        caller.check_answer(1, called_peers.incarnation, "Status", answer, proof)
-        return
-    with pytest.raises(AuthError, match="answers without knowing the token") as caught:
-        caller.check_answer(1, called_peers.incarnation, "Status", answer, proof)
-    assert caught.value.rank == 1
+    assert caller.is_answer(called_peers.local, "Status", answer, proof) == (fault is None)
 
 
 def test_without_a_token_an_answer_needs_no_proof() -> None:
     caller, _ = rank(0, None)
     called, _ = rank(1, None)
     assert called.answer_metadata("Status", {}, b"{}") == ()
-    caller.check_answer(1, "77", "Status", b"{}", None)
+    assert caller.is_answer(Identity(1, "77"), "Status", b"{}", None)
 
 
 def test_claims() -> None:
-    assert claim_of({"rank": "1", "from": "77"}) == Claim(1, "77")
+    assert claim_of({"rank": "1", "from": "77"}) == Identity(1, "77")
     for text in ("", "one", "-1", "1" * 10, "٣"):
-        assert claim_of({"rank": text}) == Claim(-1, "")
+        assert claim_of({"rank": text}) == Identity(-1, "")
 
 
 def test_a_claim_without_a_token_must_name_the_connected_incarnation() -> None:
-    authenticator, peers = rank(0, None)
-    peers.incarnations[1] = "77"
-    assert authenticator.is_peer(Claim(1, "77"))
-    assert not authenticator.is_peer(Claim(1, "78"))
-    with_token, _ = rank(0, TOKEN)
-    assert with_token.is_peer(Claim(1, "78"))
+    def ring(token: str | None) -> Ring:
+        peers, unused = Peers(Cluster.from_dict(JOBS, "worker", 0)), Any
+        peers.incarnations[1] = "77"
+        return Ring(peers, Options(), security(token), DEFAULT, unused, unused)
+
+    assert ring(None).is_peer(Identity(1, "77"))
+    assert not ring(None).is_peer(Identity(1, "78"))
+    assert ring(TOKEN).is_peer(Identity(1, "78"))
 
 
 # --- observers --------------------------------------------------------------------------------
@@ -137,45 +127,50 @@ def security(token: str | None) -> Security:
     return Security(Cluster.local(), Options(), environ)
 
 
-def observed(token: str | None) -> tuple[ObserverAuthenticator, Peers]:
-    peers = Peers(Cluster.from_dict(JOBS, "worker", 1))
-    return ObserverAuthenticator(peers, security(token)), peers
+def observed(token: str | None) -> tuple[Authenticator, Identity]:
+    local = Peers(Cluster.from_dict(JOBS, "worker", 1)).local
+    return Authenticator(local, security(token), True), local
+
+
+def observer(token: str | None, number: str = "77") -> Authenticator:
+    return Authenticator(Identity(-1, number), security(token), True)
 
 
 @pytest.mark.parametrize("token", [None, TOKEN])
 def test_an_observer_with_the_same_token_is_accepted(token: str | None) -> None:
-    called, peers = observed(token)
-    proofs = ObserverProofs(security(token), "Observe", "77")
-    assert called.needs_challenge(dict(proofs.call_metadata("", b""))) == (token is not None)
-    metadata = dict(proofs.call_metadata(peers.incarnation, b""))
+    called, local = observed(token)
+    caller = observer(token)
+    unknown = Identity(-1, "")
+    assert called.needs_challenge(dict(caller.call_metadata(unknown, "Observe"))) == (
+        token is not None
+    )
+    metadata = dict(caller.call_metadata(local, "Observe", b""))
+    assert "rank" not in metadata
     assert not called.needs_challenge(metadata)
     assert called.reason_to_refuse("Observe", metadata) is None
     assert called.is_signed(metadata, b"")
     answer = called.answer_metadata("Observe", metadata, b"{}")
-    assert proofs.is_answer(peers.incarnation, b"{}", answer)
+    assert caller.is_answer(local, "Observe", b"{}", answer)
     if token is not None:
         assert not called.is_signed(metadata, b"{}")
-        assert not proofs.is_answer(peers.incarnation, b"{ }", answer)
-        assert not proofs.is_answer("78", b"{}", answer)
-        assert not proofs.is_answer(peers.incarnation, b"{}", None)
-        later = ObserverProofs(security(token), "Observe", "78")
-        assert not later.is_answer(peers.incarnation, b"{}", answer)
+        assert not caller.is_answer(local, "Observe", b"{ }", answer)
+        assert not caller.is_answer(Identity(-1, "78"), "Observe", b"{}", answer)
+        assert not caller.is_answer(local, "Observe", b"{}", None)
+        assert not observer(token, "78").is_answer(local, "Observe", b"{}", answer)
 
 
 @MISMATCHES
 def test_an_observer_with_another_token_is_refused(
     caller_token: str | None, token: str | None, reason: str
 ) -> None:
-    called, peers = observed(token)
-    proofs = ObserverProofs(security(caller_token), "Observe", "77")
-    metadata = dict(proofs.call_metadata(peers.incarnation, b""))
+    called, local = observed(token)
+    metadata = dict(observer(caller_token).call_metadata(local, "Observe"))
     assert called.reason_to_refuse("Observe", metadata) == reason
 
 
 def test_a_proof_of_an_observer_is_for_its_method_and_incarnation_only() -> None:
-    called, peers = observed(TOKEN)
-    proofs = ObserverProofs(security(TOKEN), "Observe", "77")
-    metadata = dict(proofs.call_metadata(peers.incarnation, b""))
+    called, local = observed(TOKEN)
+    metadata = dict(observer(TOKEN).call_metadata(local, "Observe"))
     refused = "the caller has another token"
     assert called.reason_to_refuse("Other", metadata) == refused
     assert called.reason_to_refuse("Observe", {**metadata, "from": "78"}) == refused
@@ -185,13 +180,12 @@ def test_a_proof_of_an_observer_is_for_its_method_and_incarnation_only() -> None
 
 
 def test_ranks_and_observers_have_different_proofs() -> None:
-    observers, peers = observed(TOKEN)
-    ranks = Authenticator(peers, security(TOKEN))
-    proofs = ObserverProofs(security(TOKEN), "Status", "77")
-    as_observer = dict(proofs.call_metadata(peers.incarnation, b""))
+    observers, local = observed(TOKEN)
+    ranks = Authenticator(local, security(TOKEN))
+    as_observer = dict(observer(TOKEN).call_metadata(local, "Status"))
     assert ranks.reason_to_refuse("Status", as_observer) == "the caller has another token"
     caller, _ = rank(0, TOKEN)
-    as_rank = dict(caller.call_metadata(1, peers.incarnation, "Observe"))
+    as_rank = dict(caller.call_metadata(local, "Observe"))
     assert observers.reason_to_refuse("Observe", as_rank) == "the caller has another token"
     answer = ranks.answer_metadata("Status", as_observer, b"{}")
-    assert not proofs.is_answer(peers.incarnation, b"{}", answer)
+    assert not observer(TOKEN).is_answer(local, "Status", b"{}", answer)

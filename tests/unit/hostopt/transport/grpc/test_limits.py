@@ -125,7 +125,7 @@ async def running_guard(guard: strangers.Strangers) -> AsyncIterator[socket.sock
             await asyncio.wait([watch])
 
 
-def nobody(_: strangers.Claim) -> bool:
+def nobody(_: strangers.Identity) -> bool:
     return False
 
 

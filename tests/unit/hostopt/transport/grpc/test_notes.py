@@ -161,11 +161,11 @@ def test_the_documented_attributes_equal_those_of_an_error() -> None:
 )
 def test_a_message_that_cannot_be_read(data: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        notes.read_note(data, most_bytes=100)
+        notes.read_note(data, 100, {})
 
 
 def test_texts_of_a_message_can_be_encoded() -> None:
-    note = notes.read_note(rb'{"x": "half a character \ud800"}', MOST_BYTES)
+    note = notes.read_note(rb'{"x": "half a character \ud800"}', MOST_BYTES, {})
     assert note["x"].encode() == b"half a character ?"
 
 

@@ -15,11 +15,10 @@ from sockets import run
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.options import Options
-from hostopt.transport.security import Security
+from hostopt.transport.security import Identity, Security
 from hostopt.transport.tcp import data_server, handshake
 from hostopt.transport.tcp.data_server import DataServer
 from hostopt.transport.tcp.data_socket import DataSocket
-from hostopt.transport.tcp.handshake import Identity
 
 CALLER, CALLED = Identity(1, "a1b2"), Identity(0, "c3d4")
 MOST_STRANGERS = 3

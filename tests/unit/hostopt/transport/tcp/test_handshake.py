@@ -12,10 +12,10 @@ from sockets import data_sockets, run
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.options import Options
-from hostopt.transport.security import Security
+from hostopt.transport.security import Identity, Security
 from hostopt.transport.tcp import handshake
 from hostopt.transport.tcp.data_socket import DataSocket
-from hostopt.transport.tcp.handshake import HandshakeError, Identity
+from hostopt.transport.tcp.handshake import HandshakeError
 
 CALLER, CALLED = Identity(1, "a1b2"), Identity(0, "c3d4")
 ADDRESSES = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
