@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.session.signals import GRACE_S
+from estimator_ext.session.preemption import GRACE_S
 from hostopt.options import RING_ENDED
 from hostopt.transport.addresses import listens
 

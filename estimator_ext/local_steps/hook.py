@@ -174,9 +174,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         states, examples = self._synchronisation.exchange(self._state(has_ended), self._examples)
         step = max(int(state.step) for state in states)
         all_ended = self._note_requests(states)
-        is_last = all_ended or bool(
-            self._flags.ranks_stopping or self._stops.steps_left(step) == 0
-        )
+        is_last = all_ended or bool(self._flags.ranks_stopping or self._stops.last_step == step)
         is_whole = is_last or schedule.is_whole_next or bool(self._flags.ranks_saving)
         self._reduce(session, examples, is_whole, is_warm_up)
         schedule.is_whole_next = False
@@ -329,8 +327,8 @@ class SyncSchedule:
           is_last: True if no steps follow.
         """
         interval, increment = self._options.interval(step, step_s), self.increment
-        left = self._stops.steps_left(step)
-        if left is not None and left <= interval * increment:
+        left = self._stops.last_step - step
+        if left <= interval * increment:
             interval = -(-left // increment)
             self.is_whole_next = True
         self._interval = 1 if is_last else max(interval, 1)

@@ -9,6 +9,7 @@ know beforehand, such as at max_steps, happens immediately.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -120,6 +121,9 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
     Args:
       hooks: hooks of this rank. All ranks stop at once at a step at which a `StopAtStepHook` of
         every rank stops.
+
+    Attributes:
+      last_step: the first such step; a large number if there is none.
     """
 
     def __init__(
@@ -128,22 +132,15 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
         self._communicator = communicator.duplicate("the steps at which ranks stop")
         self._flags = flags
         self._hooks = hooks
-        self._common_last_steps: set[int] = set()
+        self.last_step = sys.maxsize
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Finds the steps at which all ranks stop."""
+        """Finds the step at which all ranks stop."""
         del session, coord
         local = json.dumps(last_steps(self._hooks)).encode()
         gathered = self._communicator.all_gather_bytes(local)
-        self._common_last_steps = set.intersection(*(set(json.loads(each)) for each in gathered))
-
-    def is_common_last(self, step: int) -> bool:
-        """Returns True if all ranks stop at a step, without a request."""
-        return any(step >= last for last in self._common_last_steps)
-
-    def steps_left(self, step: int) -> int | None:
-        """Returns the number of steps to the next one at which all ranks stop, or None."""
-        return min((last - step for last in self._common_last_steps), default=None)
+        of_all = set.intersection(*(set(json.loads(each)) for each in gathered))
+        self.last_step = min(of_all, default=sys.maxsize)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Stops if a rank has requested it; postpones a stop that only this rank knows of."""
@@ -153,7 +150,7 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
             run_context.request_stop()
         elif run_context.stop_requested:
             step = run_context.session.run(tf.compat.v1.train.get_global_step())
-            if not self.is_common_last(step):
+            if step < self.last_step:
                 cancel_stop(run_context)
                 self._flags.stop = True
 
