@@ -73,8 +73,7 @@ from estimator_ext.input.state import (
     log_random_operations,
 )
 from estimator_ext.local_steps.hook import SyncHook
-from estimator_ext.local_steps.replica_building import build_replicas, check_outer_slots
-from estimator_ext.local_steps.replicas import Replicas
+from estimator_ext.local_steps.replicas import Replicas, build_replicas, check_outer_slots
 from estimator_ext.pipelines.sharding import dividing, few_files_refused
 from estimator_ext.reduction.accumulation import Accumulation
 from estimator_ext.reduction.divided_updates import DividedSlots, divide_updates
