@@ -210,11 +210,7 @@ def _port_of_worker(directory: str) -> Iterator[int]:
 def wait_for_start(
     task: hostopt.Task, until_s: float, limit_s: float, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Waits until a data worker answers, and calls `check` meanwhile, which may raise an error.
-
-    Raises:
-      hostopt.RendezvousTimeoutError: it does not at `until_s`, by `time.monotonic`.
-    """
+    """Waits for a data worker until `until_s` of `time.monotonic`; `check` may raise an error."""
     if not wait_for(task.address, until_s, check):
         raise hostopt.RendezvousTimeoutError(
             f"data worker {task} did not start within {limit_s:g} s. Check its output, or raise "

@@ -65,11 +65,11 @@ from estimator_ext.estimator.progress import (
 from estimator_ext.graphs.fingerprint import Updates, read_updates
 from estimator_ext.graphs.global_step import read_before_changes
 from estimator_ext.input.batch_position import BatchCounter
-from estimator_ext.input.kinds import log_limits
 from estimator_ext.input.state import (
     KINDS,
     InputStateHook,
     InputStates,
+    log_limits,
     log_random_operations,
 )
 from estimator_ext.local_steps.hook import SyncHook

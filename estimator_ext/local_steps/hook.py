@@ -305,9 +305,6 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
 
         Returns:
           The states, and the examples of each fragment, each in the order of ranks.
-
-        Raises:
-          hostopt.CollectiveMismatchError: the variables of two ranks differed.
         """
         name = "the states of the ranks"
         local = np.array([*state, *examples], np.float64)

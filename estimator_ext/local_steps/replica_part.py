@@ -24,7 +24,6 @@ class ReplicaPart:
       compression: format of the differences on the wire; None for none.
 
     Attributes:
-      variables: the variables.
       anchor: the values after the last synchronisation, of shape [n].
     """
 
@@ -65,11 +64,7 @@ class ReplicaPart:
         self.anchor = self.read(session)
 
     def read_first_anchor(self, session: tf.compat.v1.Session) -> None:
-        """Reads the variables as anchor before the first step.
-
-        Raises:
-          hostopt.NonFiniteGradientError: a variable is not finite.
-        """
+        """Reads the variables as anchor before the first step, and checks that it is finite."""
         self.read_anchor(session)
         if not all_finite(self.anchor):
             raise hostopt.NonFiniteGradientError(
@@ -102,11 +97,7 @@ class ReplicaPart:
         self.anchor = self.assign_local(session, flat).copy()
 
     def check_anchor(self, step: int) -> None:
-        """Checks that the anchor is finite, with the same result on all ranks.
-
-        Raises:
-          hostopt.NonFiniteGradientError: it is not.
-        """
+        """Checks that the anchor is finite, with the same result on all ranks."""
         if not all_finite(self.anchor):
             name = self._nonfinite_name(self.anchor)
             raise hostopt.NonFiniteGradientError(
@@ -123,8 +114,7 @@ class ReplicaPart:
     def take(self, session: tf.compat.v1.Session, step: int) -> Difference:
         """Returns the anchor minus the variables, which an outer optimizer takes as gradient.
 
-        Raises:
-          hostopt.NonFiniteGradientError: it is not finite.
+        It is checked to be finite.
         """
         local = self.read(session)
         values = self.anchor - local

@@ -68,9 +68,6 @@ def find_variables(changed: Collection[str]) -> Variables:
 
     Args:
       changed: names of the variables that a step changes.
-
-    Raises:
-      hostopt.ConfigError: a variable cannot be synchronised.
     """
     found = Variables([], [], [], [], [], [])
     every = [*tf.compat.v1.global_variables(), *tf.compat.v1.trainable_variables()]
@@ -185,11 +182,7 @@ class Fragment(NamedTuple):
         return value
 
     def take(self, session: tf.compat.v1.Session, step: int) -> list[Difference]:
-        """Returns what the steps of this rank have changed since the last synchronisation.
-
-        Raises:
-          hostopt.NonFiniteGradientError: a variable of this rank is not finite.
-        """
+        """Returns what the steps of this rank have changed since the last synchronisation."""
         return [part.take(session, step) for part in self.parts]
 
     def apply(
@@ -206,9 +199,6 @@ class Fragment(NamedTuple):
           means: results of `take`, reduced over the ranks.
           is_late: True if this rank has made steps since `take`. It keeps the steps of trained
             variables, but not of others, as an average of squares could become negative.
-
-        Raises:
-          hostopt.NonFiniteGradientError: a synchronised variable is not finite.
         """
         if self.outer is not None:
             self._apply_outer(session, self.outer, means[: len(self.trained)], is_late)
@@ -284,11 +274,7 @@ class Replicas:
         ]
 
     def begin(self, session: tf.compat.v1.Session) -> None:
-        """Reads the variables, which are the same on all ranks, as anchors.
-
-        Raises:
-          hostopt.NonFiniteGradientError: a variable is not finite.
-        """
+        """Reads the variables, which are the same on all ranks, as anchors."""
         of_fragments = [part for fragment in self.fragments for part in fragment.parts]
         for part in (*of_fragments, *self._kept):
             part.read_first_anchor(session)
@@ -300,9 +286,6 @@ class Replicas:
 
         Args:
           weight: weight of this rank; the weights of all ranks add up to 1.
-
-        Raises:
-          hostopt.CollectiveMismatchError: a variable that must be the same differs by rank.
         """
         for part in self._kept:
             difference = part.take(session, step)
@@ -399,14 +382,7 @@ def _check_optimizers(options: LocalSteps, updates: Mapping[str, str]) -> None:
 
 
 def check_outer_slots(checkpoint: str) -> None:
-    """Checks that a checkpoint has the slots of the outer optimizer in the default graph.
-
-    Args:
-      checkpoint: path of the checkpoint from which the training resumes.
-
-    Raises:
-      hostopt.CheckpointError: it does not.
-    """
+    """Checks that a checkpoint has the slots of the outer optimizer in the default graph."""
     variables = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, f"{_OUTER}/")
     if not variables:
         return

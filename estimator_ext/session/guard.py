@@ -110,11 +110,7 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
         self._handled_before = sys.exc_info()[1]
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Allows the first session only.
-
-        Raises:
-          RuntimeError: TensorFlow has created a new session after an error.
-        """
+        """Allows the first session only."""
         del coord
         if self._has_session:
             raise _error(self._closed_for, "after which TensorFlow would start a new session")
@@ -129,11 +125,7 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
         session.close = close_and_store_cause
 
     def end(self, session: tf.compat.v1.Session) -> None:
-        """Checks, before anything is saved, that only the end of the data ends the training.
-
-        Raises:
-          RuntimeError: another error has ended the training.
-        """
+        """Checks, before anything is saved, that only the end of the data ends the training."""
         del session
         error = sys.exc_info()[1]  # the error that ends the `with` block of the session
         if error in (None, self._handled_before):

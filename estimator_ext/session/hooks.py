@@ -40,11 +40,7 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
         self._variables = [by_name[name] for name in sorted(by_name)]
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Compares names, shapes and dtypes of the variables, then broadcasts their values.
-
-        Raises:
-          hostopt.CollectiveMismatchError: two ranks have different variables.
-        """
+        """Compares names, shapes and dtypes of the variables, then broadcasts their values."""
         del coord
         descriptions = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}
         self._communicator.check_same(descriptions, "the variables")
