@@ -46,16 +46,12 @@ _EXIT_S = 5.0  # for the functions that a program calls at its end
 def mode_of(config: Any, cluster: hostopt.Cluster) -> str:
     """Returns how the training data are prepared: "distributed_epoch" or "off"."""
     mode = getattr(config, "data_service", None)
-    if mode is None:
-        return DISTRIBUTED if cluster.data else OFF
-    if mode == OFF:
-        return OFF
-    if not cluster.data:
+    if mode not in (None, OFF) and not cluster.data:
         raise hostopt.ConfigError(
             f"RunConfig.data_service is {mode!r}, and there are no data workers. Start the "
             "training with `hostopt run --data-workers K`, or leave data_service out"
         )
-    return DISTRIBUTED
+    return DISTRIBUTED if cluster.data and mode != OFF else OFF
 
 
 class DataService:

@@ -90,11 +90,10 @@ class ReplicaPart:
         """
         values = self.split(flat)
         assign(session, self.variables, values)
-        return flat if self._dtype is self._sum_dtype else self._joined(values)
-
-    def assign(self, session: tf.compat.v1.Session, flat: Any) -> None:
-        """Assigns values to the variables, which become the anchor."""
-        self.anchor = self.assign_local(session, flat).copy()
+        if self._dtype is self._sum_dtype:
+            return flat
+        rounded = [each.reshape(-1).astype(self._sum_dtype, copy=False) for each in values]
+        return np.concatenate(rounded)
 
     def check_anchor(self, step: int) -> None:
         """Checks that the anchor is finite, with the same result on all ranks."""
@@ -106,10 +105,6 @@ class ReplicaPart:
                 "optimizer, or use another sync_compression",
                 step=step,
             )
-
-    def _joined(self, values: list[Any]) -> Any:
-        flat = [each.reshape(-1).astype(self._sum_dtype, copy=False) for each in values]
-        return np.concatenate(flat)
 
     def take(self, session: tf.compat.v1.Session, step: int) -> Difference:
         """Returns the anchor minus the variables, which an outer optimizer takes as gradient.
@@ -182,7 +177,8 @@ class Difference:
         """
         part = self.part
         if not is_late:
-            part.assign(session, np.subtract(part.anchor, self.values, out=self.values))
+            new = np.subtract(part.anchor, self.values, out=self.values)
+            part.anchor = part.assign_local(session, new).copy()
             return
         part.anchor -= self.values
         progress = self.progress(session)

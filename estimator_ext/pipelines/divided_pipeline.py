@@ -83,13 +83,10 @@ def check_dataset(data: Any, workers: int) -> None:
 
 def _check_transformations(operations: Sequence[tf.Operation], workers: int) -> None:
     """Checks that no transformation loses, doubles or changes elements."""
-    choices: set[tf.Operation] = set()
+    chosen = [_choices_of(op) for op in operations if kind_of(op) == "DirectedInterleave"]
+    choices = set().union(*chosen)
     for op in operations:
-        if kind_of(op) == "DirectedInterleave":
-            choices.update(_choices_of(op))
-    for op in operations:
-        counts = kind_of(op) in _COUNTING and kind_of(op) != "Random"
-        if op not in choices or counts:
+        if op not in choices or kind_of(op) in _COUNTING.keys() - {"Random"}:
             _check_transformation(op, workers)
 
 
