@@ -179,9 +179,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         step, schedule = self._schedule.end_interval(), self._schedule
         self._finish_pending(session)  # if the interval is shorter than the delay
         latest = max(step, self._step)  # this rank may have no data left
-        self._flags.save = any(
-            timer_of(saver).is_due(latest) for saver in self._coordinated.savers
-        )
+        self._flags.save = self._coordinated.is_save_due(latest)
         is_warm_up = step <= self._options.sync_warmup_steps
         if self._options.sync_delay and not (is_warm_up or schedule.is_whole_next):
             self._start(session, has_ended)

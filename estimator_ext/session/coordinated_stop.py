@@ -46,6 +46,10 @@ class Coordinated(NamedTuple):
         for saver in self.savers:
             set_timer(saver, CoordinatedTimer(timer_of(saver), self.flags))
 
+    def is_save_due(self, step: int) -> bool:
+        """Returns True if a hook of this rank should save after a step."""
+        return any(timer_of(saver).is_due(step) for saver in self.savers)
+
     def collect(self, session: tf.compat.v1.Session, *, has_more: bool = False) -> None:
         """Collects on the chief what it is about to save. Collective: all ranks must call it."""
         self.sync_on_read.aggregate_to_chief(session)
@@ -72,7 +76,6 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
             self._flags_sum = communicator.open_scalar_sum("requests to stop or save")
         self._coordinated, self._flags = coordinated, coordinated.flags
         coordinated.coordinate_saves()
-        self._timers = [timer_of(saver) for saver in coordinated.savers]
         self._step = 0
         self._increment = 0  # of global_step in a step, which need not be 1; 0 while unknown
 
@@ -84,8 +87,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
     def before_run(self, run_context: Any) -> None:
         """Sends the requests of this rank."""
         self._coordinated.resume(run_context.session)
-        next_step = self._step + (self._increment or 1)
-        self._flags.save = any(timer.is_due(next_step) for timer in self._timers)
+        self._flags.save = self._coordinated.is_save_due(self._step + (self._increment or 1))
         if self._flags_sum is not None:
             self._flags_sum.start(0.0, float(self._flags.local))
 
@@ -101,7 +103,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
     def _count(self, session: tf.compat.v1.Session) -> None:
         """Updates the step; reads it only if needed, as that takes as long as a small step."""
         step = self._step + self._increment
-        if self._timers and (self._flags.ranks_saving or not self._increment):
+        if self._coordinated.savers and (self._flags.ranks_saving or not self._increment):
             step = int(session.run(tf.compat.v1.train.get_global_step()))
             self._increment = self._increment or step - self._step
         self._step = step
