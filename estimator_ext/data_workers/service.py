@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import re
+import os
 import secrets
-import zlib
-from collections.abc import Iterator, Mapping
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import options_in_graph, variant_tensor
-from estimator_ext.data_workers.watch import DataWatch
-from estimator_ext.data_workers.worker import bypass_proxies, check_reach
+from estimator_ext._tf_private import options_in_graph
+from estimator_ext.data_workers.worker import bypass_proxies, check_reach, wait_for_start
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.graphs.walks import Nodes, library_of, walk, with_called
 from estimator_ext.pipelines.divided_pipeline import (
     INSTEAD,
-    check_transformations,
-    describe_values,
+    check_dataset,
     divisible,
-    is_source,
     sources_of,
+    transformations_of,
 )
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 from hostopt.tensorflow.background import HOST_DEVICE
+from hostopt.transport.addresses import greets
 
 _log = tf.get_logger()
 
@@ -35,24 +35,23 @@ DISTRIBUTED, OFF = "distributed_epoch", "off"
 MODES = (DISTRIBUTED, "dynamic", OFF)
 # Batches that a rank holds ready. With more, the first rank to start would take too many.
 _PREFETCHED = 2
-_PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-_VARIABLES = re.compile(r"VarHandleOp|Variable(V2)?|Mutable\w*HashTable\w*")
-_SEEDED = re.compile("Random|Shuffle")  # operations whose constants are seeds and sizes of buffers
+_EVERY_S = 1.0
+_ANSWER_S = 1.0
+# For a rank to end once its session is closed. One that needs longer is stuck in TensorFlow, which
+# cannot cancel the initialization of such an iterator.
+_END_S = 10.0
+_EXIT_S = 5.0  # for the functions that a program calls at its end
 
 
 def mode_of(config: Any, cluster: hostopt.Cluster) -> str:
     """Returns how the training data are prepared: "distributed_epoch" or "off"."""
     mode = getattr(config, "data_service", None)
-    if mode is None:
-        return DISTRIBUTED if cluster.data else OFF
-    if mode == OFF:
-        return OFF
-    if not cluster.data:
+    if mode not in (None, OFF) and not cluster.data:
         raise hostopt.ConfigError(
             f"RunConfig.data_service is {mode!r}, and there are no data workers. Start the "
             "training with `hostopt run --data-workers K`, or leave data_service out"
         )
-    return DISTRIBUTED
+    return DISTRIBUTED if cluster.data and mode != OFF else OFF
 
 
 class DataService:
@@ -136,84 +135,118 @@ def data_service(strategy: HostOffloadStrategy, config: Any) -> Iterator[DataSer
         yield service
 
 
-# -- the pipeline that data workers prepare --------------------------------------------------
+# -- the watch of the data workers, for which TensorFlow waits without a deadline ----------------
 
 
-def check_dataset(data: Any, workers: int) -> None:
-    """Checks that data workers prepare a dataset as one process would."""
-    if not isinstance(data, tf.data.Dataset):
-        raise UnsupportedError(
-            f"input_fn returned a {type(data).__name__}, wanted a tf.data.Dataset: data workers "
-            "prepare only a dataset. Return one, or set RunConfig.data_service='off'"
-        )
-    operations = walk([variant_tensor(data).op])
-    check_transformations(operations, workers)
-    called = with_called([op.node_def for op in operations], library_of(operations[0].graph))
-    for kind, name in ((node.op, node.name) for nodes in called for node in nodes):
-        if kind in _PYTHON:
-            raise UnsupportedError(
-                f"the dataset of input_fn calls a Python function (operation {name!r} of type "
-                f"{kind}), as from_generator, py_function and numpy_function do. Data workers are "
-                f"other processes and cannot call it. {INSTEAD}"
-            )
-        if _VARIABLES.fullmatch(kind):
-            raise UnsupportedError(
-                f"the dataset of input_fn reads {name!r} of type {kind}, whose value on the ranks "
-                f"data workers do not have. {INSTEAD}"
-            )
+class DataWatch(tf.compat.v1.train.SessionRunHook):
+    """Ends the training on all ranks once a data worker has been gone for too long.
 
-
-def transformations_of(data: tf.data.Dataset) -> dict[str, str]:
-    """Describes the transformations of a dataset, which must be the same on all ranks.
-
-    Returns:
-      For each transformation: its type, its constants, and a checksum of the types of its
-      operations. The operations of its functions are included. Seeds and the order of values are
-      left out.
+    A thread asks each data worker for a sign of life once a second. If the ring is aborted, by
+    this rank or another, it closes the session, which ends a step that waits for its input. A rank
+    that does something else, such as saving, continues until its next step.
     """
-    operations = walk([variant_tensor(data).op])
-    library = library_of(operations[0].graph)
-    transformations = [op for op in operations if _makes_dataset(op) and not is_source(op)]
-    return {
-        f"transformation {index}": _describe(op, library)
-        for index, op in enumerate(transformations)
-    }
+
+    def __init__(
+        self,
+        communicator: hostopt.Communicator,
+        tasks: Sequence[hostopt.Task],
+        options: hostopt.Options,
+    ) -> None:
+        self._communicator = communicator
+        self._transport = communicator.transport
+        self._tasks = tasks
+        self._started: Sequence[hostopt.Task] = ()  # all of them, once all have answered
+        self._limit_s = options.rendezvous_timeout_s
+        self._session: tf.compat.v1.Session | None = None
+        self._may_wait = threading.Event()  # for data: in a step, and before the first session
+        self._may_wait.set()
+        self._silent_since_s: dict[hostopt.Task, float] = {}
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hostopt-data-watch", daemon=True)
+
+    def __enter__(self) -> DataWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        self._thread.join()
+
+    def wait_for_all(self) -> None:
+        """Waits until all data workers have started; raises the error of a ring that aborts."""
+        until_s = time.monotonic() + self._limit_s
+        for task in self._tasks:
+            wait_for_start(task, until_s, self._limit_s, self._raise_error_of_ring)
+        self._started = self._tasks
+
+    def _raise_error_of_ring(self) -> None:
+        if self._transport.error is not None:
+            raise self._transport.error
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Makes the thread close this session if the ring is aborted."""
+        del coord
+        self._session = session
+        self._may_wait.clear()
+
+    def before_run(self, run_context: Any) -> None:
+        """Notes that a step begins."""
+        del run_context
+        self._may_wait.set()
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Notes that a step has ended; hooks that save come later."""
+        del run_context, run_values
+        self._may_wait.clear()
+
+    def _run(self) -> None:
+        while self._transport.error is None and not self._has_ended.wait(_EVERY_S):
+            for task in self._started:
+                try:
+                    self._look_at(task)
+                except hostopt.HostOptError as error:  # no descriptor is left
+                    self._communicator.abort(error)
+        # other parts of the step may report the error first
+        while not self._has_ended.wait(_EVERY_S):
+            if self._may_wait.is_set():
+                self._end_step()
+                return
+
+    def _end_step(self) -> None:
+        if self._session is not None:  # closing blocks as long as the session is stuck
+            threading.Thread(target=self._session.close, daemon=True).start()
+        if not self._has_ended.wait(_END_S) and self._transport.error is not None:
+            _end_process(self._transport.error)
+
+    def _look_at(self, task: hostopt.Task) -> None:
+        now_s = time.monotonic()
+        if greets(task.address, _ANSWER_S):
+            if self._silent_since_s.pop(task, None) is not None:
+                _log.info("data worker %s answers again", task)
+            return
+        if task not in self._silent_since_s:
+            self._silent_since_s[task] = now_s
+            _log.warning(
+                "data worker %s does not answer. If it has restarted, elements that it had "
+                "taken, and those in its shuffle buffers, are lost. The training waits for it for "
+                "up to %g s",
+                task,
+                self._limit_s,
+            )
+        if now_s - self._silent_since_s[task] >= self._limit_s and self._transport.error is None:
+            self._communicator.abort(
+                hostopt.PeerLostError(
+                    f"data worker {task} has not answered for {self._limit_s:g} s. Check its "
+                    "output, or raise rendezvous_timeout_s if it needs longer to restart",
+                    task=task.name,
+                    address=task.address,
+                )
+            )
 
 
-def _makes_dataset(op: tf.Operation) -> bool:
-    return any(tensor.dtype == tf.variant for tensor in op.outputs)
-
-
-def _describe(op: tf.Operation, library: Mapping[str, Nodes]) -> str:
-    def before(each: tf.Operation) -> list[tf.Operation]:
-        is_another = each is not op and _makes_dataset(each)
-        return [] if is_another else [tensor.op for tensor in each.inputs]
-
-    own = [each for each in walk([op], before) if each is op or not _makes_dataset(each)]
-    called = with_called([each.node_def for each in own], library)
-    values, kinds = [], []
-    for nodes in called:
-        kinds += [node.op for node in nodes if node.op not in library]
-        seeded = _before_seeded(nodes)
-        values += [
-            describe_values(tf.make_ndarray(node.attr["value"].tensor))
-            for node in nodes
-            if node.op == "Const" and node.name not in seeded
-        ]
-    checksum = zlib.crc32(" ".join(kinds).encode())
-    constants = ", ".join(values) or "none"
-    return f"{op.type} of {len(kinds)} operations ({checksum:08x}) with constants: {constants}"
-
-
-def _before_seeded(nodes: Nodes) -> set[str]:
-    """Returns the names of nodes whose values become seeds, or sizes of buffers."""
-    by_name = {node.name: node for node in nodes}
-    found: set[str] = set()
-    todo = [node for node in nodes if _SEEDED.search(node.op)]
-    while todo:
-        for name in (each.lstrip("^").partition(":")[0] for each in todo.pop().input):
-            node = by_name.get(name)
-            if node is not None and name not in found and "Dataset" not in node.op:
-                found.add(name)
-                todo.append(node)
-    return found
+def _end_process(error: hostopt.HostOptError) -> None:
+    """Ends this process with an error, although its main thread is stuck."""
+    last_resort = threading.Timer(_EXIT_S, os._exit, [error.exit_code])
+    last_resort.daemon = True
+    last_resort.start()
+    sys.excepthook(type(error), error, error.__traceback__)

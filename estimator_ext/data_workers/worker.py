@@ -17,21 +17,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.data_workers.ring_end import ring_end_of
+from estimator_ext.session.preemption import GRACE_S
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 from hostopt.cluster.tf_config import DATA
-from hostopt.options import DATA_DIR
-from hostopt.transport.addresses import hold_port, host_and_port, is_loopback, port_of, wait_for
+from hostopt.options import DATA_DIR, RING_ENDED
+from hostopt.transport.addresses import (
+    hold_port,
+    host_and_port,
+    is_loopback,
+    listens,
+    port_of,
+    wait_for,
+)
 from hostopt.transport.server_sockets import confine
 
 _log = tf.get_logger()
@@ -40,6 +48,10 @@ _NO_PROXY = "no_grpc_proxy"  # gRPC reads it before no_proxy
 _POLL_S = 0.5
 _KEPT_S = 3600.0
 _HEARTBEAT_MS = 1000  # from a worker to the dispatcher, which may have restarted
+_ASK_EVERY_S = 3.0  # if the ring has ended
+_CONNECT_S = 1.0
+# Without an answer of a chief that has answered before. A ring that is restarted answers again.
+GONE_S = 30.0
 _service = tf.data.experimental.service
 
 
@@ -54,7 +66,7 @@ def serve_if_data_worker(strategy: Any) -> None:
     cluster, options = strategy.cluster, strategy.options
     check_reach(cluster, options)
     bypass_proxies(cluster)
-    ring_end = ring_end_of(cluster, options)
+    ring_end = RingEnd(cluster, options)
     if not ring_end.has_come():
         with ring_end.signals_wait(), _serving(cluster, options) as confined_ports:
             _log.info("%s prepares data until the ranks have ended", cluster.task)
@@ -109,7 +121,7 @@ def bypass_proxies(cluster: hostopt.Cluster) -> None:
 @contextlib.contextmanager
 def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[list[int]]:
     """Scope in which the servers of this task run; yields the ports that are confined."""
-    task, dispatcher = cluster.task, cluster.data[0]
+    task, dispatcher, limit_s = cluster.task, cluster.data[0], options.rendezvous_timeout_s
     assert task is not None
     directory = os.environ.get(DATA_DIR, "")
     host, port = task.address.rpartition(":")[0], host_and_port(task.address)[1]
@@ -125,13 +137,13 @@ def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[lis
             ports += _confined(port, cluster, options)
             port = held.enter_context(_port_of_worker(directory))
         else:
-            _wait_for(dispatcher, options)
+            wait_for_start(dispatcher, time.monotonic() + limit_s, limit_s)
         config = _service.WorkerConfig(
             dispatcher.address,
             worker_address=f"{host}:{port}",
             port=port,
             heartbeat_interval_ms=_HEARTBEAT_MS,
-            dispatcher_timeout_ms=int(1000 * options.rendezvous_timeout_s),
+            dispatcher_timeout_ms=int(1000 * limit_s),
         )
         servers.append(_start(_service.WorkerServer, config, cluster))
         ports += _confined(port, cluster, options)
@@ -195,13 +207,103 @@ def _port_of_worker(directory: str) -> Iterator[int]:
         yield port
 
 
-def _wait_for(dispatcher: hostopt.Task, options: hostopt.Options) -> None:
-    until_s = time.monotonic() + options.rendezvous_timeout_s
-    if not wait_for(dispatcher.address, until_s):
+def wait_for_start(
+    task: hostopt.Task, until_s: float, limit_s: float, check: Callable[[], None] = lambda: None
+) -> None:
+    """Waits for a data worker until `until_s` of `time.monotonic`; `check` may raise an error."""
+    if not wait_for(task.address, until_s, check):
         raise hostopt.RendezvousTimeoutError(
-            f"{dispatcher}, which assigns the data, did not answer within "
-            f"{options.rendezvous_timeout_s:g} s. Check its output, or raise "
+            f"data worker {task} did not start within {limit_s:g} s. Check its output, or raise "
             "rendezvous_timeout_s if it needs longer to start",
-            task=dispatcher.name,
-            address=dispatcher.address,
+            task=task.name,
+            address=task.address,
         )
+
+
+# -- the end of the ring -----------------------------------------------------------------------
+
+
+class RingEnd:
+    """The end of the ring, as this process sees it, which is not a rank.
+
+    `hostopt run` creates a file once all ranks have succeeded, and kills this process if the ring
+    fails. Without the launcher, the ring has ended if the chief does not answer any more as it
+    does to `hostopt status`.
+    """
+
+    def __init__(self, cluster: hostopt.Cluster, options: hostopt.Options) -> None:
+        self._path = os.environ.get(RING_ENDED)  # the file; None without the launcher
+        if self._path is None and cluster.size == 1:
+            raise hostopt.ConfigError(
+                f"{cluster.task} cannot notice the end of its only rank, {cluster.ring[0]}, which "
+                "does not listen. Start both with `hostopt run -np 1 --data-workers 1`, or use "
+                "two ranks"
+            )
+        self._chief = cluster.ring[0]
+        self._options = options
+        self._was_seen = False
+        self._next_s = self._seen_s = time.monotonic()
+        self._ends_s = float("inf")  # after a signal
+
+    @contextlib.contextmanager
+    def signals_wait(self) -> Iterator[None]:
+        """Scope in which this process serves on after SIGTERM, until the ranks have ended.
+
+        A service manager sends it to all processes, and the ranks need data for their last step.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = signal.signal(signal.SIGTERM, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        del signum, frame
+        self._ends_s = min(self._ends_s, time.monotonic() + GRACE_S)
+        self._next_s = 0.0
+
+    def has_come(self) -> bool:
+        """Returns True once the ring has ended."""
+        if self._path is not None:
+            return os.path.exists(self._path)
+        now_s = time.monotonic()
+        if now_s > self._ends_s:
+            raise SystemExit(128 + signal.SIGTERM)
+        if now_s < self._next_s:
+            return False
+        # a short training must not be missed
+        self._next_s = now_s + (_ASK_EVERY_S if self._was_seen else 0.0)
+        if self._answers():
+            self._was_seen, self._seen_s = True, now_s
+            return False
+        silent_s = now_s - self._seen_s
+        if self._ends_s < float("inf") and self._was_seen:
+            raise SystemExit(128 + signal.SIGTERM)
+        if self._was_seen and silent_s >= GONE_S:
+            _log.info("%s has not answered for %.0f s: this process ends", self._chief, silent_s)
+            return True
+        limit_s = self._options.evaluator_timeout_s
+        if not self._was_seen and silent_s >= limit_s:
+            raise hostopt.RendezvousTimeoutError(
+                f"{self._chief} has not appeared within {limit_s:g} s. Check its output, or raise "
+                "evaluator_timeout_s if it needs longer to start",
+                task=self._chief.name,
+                address=self._chief.address,
+            )
+        return False
+
+    def _answers(self) -> bool:
+        from hostopt.transport.grpc.observer import observe  # it imports gRPC
+
+        try:
+            observe(self._chief.address, self._options)
+        except hostopt.PeerLostError:
+            return listens(self._chief.address, _CONNECT_S)  # it may be busy or stopped
+        except hostopt.ProtocolError:
+            if not self._was_seen:
+                raise
+            return False  # another program has its port now
+        return True

@@ -51,8 +51,8 @@ from estimator_ext.estimator.validation import (
 )
 from estimator_ext.evaluation.evaluators import Evaluators, SumMetricsHook
 from estimator_ext.graphs.global_step import GlobalStepCheckHook
-from estimator_ext.input.kinds import prefetched
-from estimator_ext.session.close import SessionCloseHook
+from estimator_ext.input.reads import prefetched
+from estimator_ext.session.guard import SessionCloseHook
 from estimator_ext.session.hooks import EventsFilePerProcessHook
 from estimator_ext.session.preemption import Preemption, PreemptionHook
 from estimator_ext.spec import stock_spec

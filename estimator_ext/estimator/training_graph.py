@@ -65,16 +65,15 @@ from estimator_ext.estimator.progress import (
 from estimator_ext.graphs.fingerprint import Updates, read_updates
 from estimator_ext.graphs.global_step import read_before_changes
 from estimator_ext.input.batch_position import BatchCounter
-from estimator_ext.input.kinds import log_limits
 from estimator_ext.input.state import (
     KINDS,
     InputStateHook,
     InputStates,
+    log_limits,
     log_random_operations,
 )
 from estimator_ext.local_steps.hook import SyncHook
-from estimator_ext.local_steps.replica_building import build_replicas, check_outer_slots
-from estimator_ext.local_steps.replicas import Replicas
+from estimator_ext.local_steps.replicas import Replicas, build_replicas, check_outer_slots
 from estimator_ext.pipelines.sharding import dividing, few_files_refused
 from estimator_ext.reduction.accumulation import Accumulation
 from estimator_ext.reduction.divided_updates import DividedSlots, divide_updates

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.checkpoints.input_state_file import SUFFIX, Packed
-from estimator_ext.input.outside_reads import allowed_reads
+from estimator_ext.input.reads import allowed_reads
 from estimator_ext.pipelines.samples import checksum, samples_of
 from hostopt.tensorflow.background import HOST_DEVICE
 

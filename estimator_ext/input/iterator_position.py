@@ -13,7 +13,7 @@ import hostopt
 from estimator_ext._tf_private import deserialize_iterator, serialize_iterator
 from estimator_ext.checkpoints.input_state_file import SUFFIX, Packed
 from estimator_ext.graphs.walks import ancestors, library_of, with_called
-from estimator_ext.input.outside_reads import allowed_reads
+from estimator_ext.input.reads import allowed_reads
 from hostopt.tensorflow.background import HOST_DEVICE
 
 _log = tf.get_logger()

@@ -34,6 +34,8 @@ from estimator_ext.input.iterator_position import IteratorPosition, fingerprint
 _log = tf.get_logger()
 KINDS = (IteratorPosition.kind, BatchPosition.kind)  # values of `RunConfig.resume_data`
 
+_UNEVEN = "a rank whose data end early ends the training of all ranks with an error (uneven_data)"
+_RESUME = "a resumed training reads its data from the beginning (exact resume)"
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
 
 
@@ -194,6 +196,21 @@ class _Listener(tf.compat.v1.train.CheckpointSaverListener):
 
     def before_save(self, session: tf.compat.v1.Session, global_step_value: int) -> None:
         self._states.write(session, f"{save_path(self._saver)}-{global_step_value}")
+
+
+def log_limits(data: Any, size: int, *, is_counted: bool) -> None:
+    """Logs the limits of a training whose input_fn returns tensors."""
+    if isinstance(data, tf.data.Dataset):
+        return
+    limits = [_UNEVEN] if size > 1 else []
+    # only iterators have a state to save; batches that are counted are skipped instead
+    if not is_counted and not tf.compat.v1.get_collection(GLOBAL_ITERATORS):
+        limits.append(_RESUME)
+    if limits:
+        _log.info(
+            "input_fn returned tensors, not a tf.data.Dataset: %s. Return a dataset to avoid that",
+            ", and ".join(limits),
+        )
 
 
 def log_random_operations(train_op: Any, data: Collection[tf.Operation]) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,6 @@ import hostopt
 from estimator_ext._tf_private import save, timer_of
 from estimator_ext.local_steps.replica_part import Difference
 from estimator_ext.local_steps.replicas import Fragment, Replicas
-from estimator_ext.local_steps.synchronisation import RankState, Synchronisation
 from estimator_ext.session.coordinated_stop import Coordinated, EndStopSaveHook
 from estimator_ext.session.preemption import PreemptionHook
 from estimator_ext.strategy.local_steps import LocalSteps
@@ -41,6 +40,27 @@ from hostopt.tensorflow.ops import StopSaveFlags
 
 _NO_EXAMPLES = 1e-6  # weight of a step whose examples are unknown, or that has none
 _CHECK_S = 1.0  # between two exchanges of requests to stop
+
+
+class RankState(NamedTuple):
+    """Progress of a rank since the last synchronisation, and its requests.
+
+    Args:
+      increment: increment of global_step in its steps; 0 while unknown.
+      step_s: duration of its steps, in seconds; 0 if it has made none.
+      saves: 1 if it is about to save.
+      stops: 1 if it requests a stop.
+      has_ended: 1 if its data or its training have ended.
+      checksum: CRC-32 of its variables after the last synchronisation.
+    """
+
+    step: float
+    increment: float
+    step_s: float
+    saves: float
+    stops: float
+    has_ended: float
+    checksum: float
 
 
 class _Pending(NamedTuple):
@@ -87,7 +107,8 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._ends_together = getattr(config, "uneven_data", "join") == "stop"
         self._checks = strategy.options.desync_check_steps > 0
         self._preemptions = [h.preemption for h in hooks if isinstance(h, PreemptionHook)]
-        self._synchronisation = Synchronisation(communicator)
+        # the main thread and the one in the background take turns in collectives
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="hostopt-synchronisation")
         self._pending: _Pending | None = None
         self._global_step: Any = None
         self._step = 0  # of this rank
@@ -95,17 +116,12 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._steps = 0  # of this rank, since the last synchronisation
         self._examples = [0.0] * len(replicas.fragments)  # since the last one of each fragment
         self._since_s = 0.0
-        # the same on all ranks
-        self._step_s = 0.0  # duration of a step of the slowest rank; 0 while unknown
-        self._next_fragment = 0
-
-    def begin(self) -> None:
-        """Finds global_step."""
-        self._global_step = tf.compat.v1.train.get_global_step()
+        self._next_fragment = 0  # the same on all ranks
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Stores the first step."""
         del coord
+        self._global_step = tf.compat.v1.train.get_global_step()
         self._step = int(session.run(self._global_step))
 
     def before_run(self, run_context: Any) -> Any:
@@ -137,14 +153,14 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._coordinated.resume(session)
         while not (self._is_due(session) and self._synchronise(session, has_ended=True)):
             self._flags.stop |= any(preemption.signum for preemption in self._preemptions)
-        self._synchronisation.close()
+        self._background.shutdown(wait=False)
         self._communicator.finish("the last step")
         self._coordinated.collect(session)
 
     def _begin(self, session: tf.compat.v1.Session) -> None:
         if not self._schedule.has_begun:  # the hooks have broadcast the variables
             self._replicas.begin(session)
-            self._schedule.begin(self._step, 0.0)
+            self._schedule.begin(self._step)
 
     def _is_due(self, session: tf.compat.v1.Session) -> bool:
         """Counts a step, and returns True if a synchronisation follows it on all ranks."""
@@ -163,28 +179,24 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         step, schedule = self._schedule.end_interval(), self._schedule
         self._finish_pending(session)  # if the interval is shorter than the delay
         latest = max(step, self._step)  # this rank may have no data left
-        self._flags.save = any(
-            timer_of(saver).is_due(latest) for saver in self._coordinated.savers
-        )
+        self._flags.save = self._coordinated.is_save_due(latest)
         is_warm_up = step <= self._options.sync_warmup_steps
         if self._options.sync_delay and not (is_warm_up or schedule.is_whole_next):
             self._start(session, has_ended)
-            schedule.begin(step, self._step_s)
+            schedule.begin(step)
             return False
-        states, examples = self._synchronisation.exchange(self._state(has_ended), self._examples)
+        states, examples = self._exchange(self._state(has_ended), self._examples)
         step = max(int(state.step) for state in states)
         all_ended = self._note_requests(states)
-        is_last = all_ended or bool(
-            self._flags.ranks_stopping or self._stops.steps_left(step) == 0
-        )
+        is_last = all_ended or bool(self._flags.ranks_stopping or self._stops.last_step == step)
         is_whole = is_last or schedule.is_whole_next or bool(self._flags.ranks_saving)
         self._reduce(session, examples, is_whole, is_warm_up)
         schedule.is_whole_next = False
         if step != self._step:  # that of the rank with the most steps
             assign(session, [self._global_step], [np.int64(step)])
         self._step = step
-        self._note_speed(states)
-        schedule.begin(step, self._step_s, is_last=is_last)
+        schedule.note_speed(states)
+        schedule.begin(step, is_last=is_last)
         if self._flags.ranks_saving:
             self._coordinated.collect(session, has_more=not all_ended)
             if has_ended and not all_ended:
@@ -209,7 +221,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
             self._flags.save,
             self._flags.stop,
             has_ended,
-            self._replicas.anchor_checksum(fragment) if self._checks else 0,
+            fragment.checksum() if self._checks else 0,
         )
         self._steps = 0
         return state
@@ -224,10 +236,6 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._flags.ranks_stopping = int(stopping)
         return ended == len(states)
 
-    def _note_speed(self, states: Sequence[RankState]) -> None:
-        self._step_s = max(state.step_s for state in states)
-        self._schedule.increment = max(1, *(int(state.increment) for state in states))
-
     def _reduce(
         self,
         session: tf.compat.v1.Session,
@@ -241,15 +249,14 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         for number in numbers:
             if not sum(examples[number]):  # no rank has made a step
                 continue
-            weight = self._synchronisation.weight(examples[number])
-            differences = self._replicas.take(session, fragments[number], self._step)
+            weight = self._weight(examples[number])
+            differences = fragments[number].take(session, self._step)
             for difference in differences:
                 difference.reduce(weight, is_whole=is_whole)
-            self._replicas.apply(session, fragments[number], differences, self._step)
+            fragments[number].apply(session, differences, self._step)
             self._examples[number] = 0.0
         if is_whole:
-            weight = self._synchronisation.weight(examples[0])
-            self._replicas.complete(session, weight, self._step)
+            self._replicas.complete(session, self._weight(examples[0]), self._step)
         # a training that resumes from a checkpoint begins with the first fragment, too
         self._next_fragment = 0 if is_whole else (self._next_fragment + 1) % len(fragments)
 
@@ -257,8 +264,9 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         """Begins the synchronisation of the next fragment in the background."""
         state, number = self._state(has_ended), self._next_fragment
         fragment = self._replicas.fragments[number]
-        differences = self._replicas.take(session, fragment, self._step)
-        states = self._synchronisation.start(state, self._examples[number], differences)
+        differences = fragment.take(session, self._step)
+        reduce = (self._exchange_and_reduce, state, self._examples[number], differences)
+        states = self._background.submit(*reduce)
         self._pending = _Pending(fragment, differences, states)
         self._examples[number] = 0.0
         self._next_fragment = (number + 1) % len(self._replicas.fragments)
@@ -269,10 +277,55 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
             return
         (fragment, differences, future), self._pending = self._pending, None
         states = future.result()
-        self._replicas.apply(session, fragment, differences, self._step, is_late=True)
+        fragment.apply(session, differences, self._step, is_late=True)
         requests = sum(state.saves + state.stops + state.has_ended for state in states)
         self._schedule.is_whole_next |= bool(requests)
-        self._note_speed(states)
+        self._schedule.note_speed(states)
+
+    def _exchange_and_reduce(
+        self, state: RankState, examples: float, differences: Sequence[Difference]
+    ) -> list[RankState]:
+        """Exchanges states, and replaces differences of one fragment by their means."""
+        states, (counts,) = self._exchange(state, [examples])
+        weight = self._weight(counts)
+        for difference in differences:
+            difference.reduce(weight, is_whole=False)
+        return states
+
+    def _exchange(
+        self, state: RankState, examples: Sequence[float]
+    ) -> tuple[list[RankState], list[list[float]]]:
+        """Exchanges the states of the ranks. Collective: all ranks must call it.
+
+        Args:
+          state: the state of this rank.
+          examples: number of its examples since the last synchronisation of each fragment.
+
+        Returns:
+          The states, and the examples of each fragment, each in the order of ranks.
+        """
+        name = "the states of the ranks"
+        local = np.array([*state, *examples], np.float64)
+        rows = self._communicator.all_gather(local, name)
+        states = [RankState(*row) for row in rows[:, : len(state)].tolist()]
+        differing = [r for r, each in enumerate(states) if each.checksum != states[0].checksum]
+        if differing:
+            cluster = self._communicator.transport.cluster
+            raise hostopt.CollectiveMismatchError(
+                f"after the synchronisation before step {int(state.step)} the variables of "
+                f"{cluster.describe(0)} and {', '.join(map(cluster.describe, differing))} "
+                "differed, but all ranks should have had the same values. Look for a hook or a "
+                "session.run that changes variables of one rank before the first step, or for "
+                "faulty memory, and resume from an earlier checkpoint",
+                **cluster.attributes(differing[0]),
+                step=int(state.step),
+            )
+        return states, rows[:, len(state) :].T.tolist()
+
+    def _weight(self, examples: Sequence[float]) -> float:
+        """Returns the weight of this rank from the numbers of examples of all ranks."""
+        total = sum(examples)
+        return examples[self._communicator.rank] / total if total else 1 / len(examples)
 
 
 # -- the schedule of synchronisations --------------------------------------------------------
@@ -312,7 +365,8 @@ class SyncSchedule:
         self._next_check = 1  # position
         self._size = communicator.size
         self.step = self.position = 0
-        self.increment = 1  # of global_step in a step, the same on all ranks
+        self._step_s = 0.0  # duration of a step on the slowest rank; 0 while unknown
+        self._increment = 1  # of global_step in a step
         self.is_whole_next = False
 
     @property
@@ -320,17 +374,22 @@ class SyncSchedule:
         """True after the first call of `begin`."""
         return self._interval > 0
 
-    def begin(self, step: int, step_s: float, *, is_last: bool = False) -> None:
+    def note_speed(self, states: Sequence[RankState]) -> None:
+        """Stores how fast the ranks have been since the last synchronisation."""
+        self._step_s = max(state.step_s for state in states)
+        self._increment = max(1, *(int(state.increment) for state in states))
+
+    def begin(self, step: int, *, is_last: bool = False) -> None:
         """Begins the steps to the next synchronisation.
 
         Args:
           step: global_step of the ranks that have data.
-          step_s: duration of a step on the slowest rank, in seconds; 0 if unknown.
           is_last: True if no steps follow.
         """
-        interval, increment = self._options.interval(step, step_s), self.increment
-        left = self._stops.steps_left(step)
-        if left is not None and left <= interval * increment:
+        step_s, increment = self._step_s, self._increment
+        interval = self._options.interval(step, step_s)
+        left = self._stops.last_step - step
+        if left <= interval * increment:
             interval = -(-left // increment)
             self.is_whole_next = True
         self._interval = 1 if is_last else max(interval, 1)
@@ -369,4 +428,4 @@ class SyncSchedule:
     def end_interval(self) -> int:
         """Returns global_step of the ranks that have data, at a synchronisation."""
         self.take_requests()
-        return self.step + self.position * self.increment
+        return self.step + self.position * self._increment

@@ -24,7 +24,6 @@ class ReplicaPart:
       compression: format of the differences on the wire; None for none.
 
     Attributes:
-      variables: the variables.
       anchor: the values after the last synchronisation, of shape [n].
     """
 
@@ -65,15 +64,11 @@ class ReplicaPart:
         self.anchor = self.read(session)
 
     def read_first_anchor(self, session: tf.compat.v1.Session) -> None:
-        """Reads the variables as anchor before the first step.
-
-        Raises:
-          hostopt.NonFiniteGradientError: a variable is not finite.
-        """
+        """Reads the variables as anchor before the first step, and checks that it is finite."""
         self.read_anchor(session)
         if not all_finite(self.anchor):
             raise hostopt.NonFiniteGradientError(
-                f"variable {self._nonfinite_names(self.anchor)[0]!r} is NaN or Inf before the "
+                f"variable {self._nonfinite_name(self.anchor)!r} is NaN or Inf before the "
                 "first step, and local steps synchronise what the steps change in it. Initialize "
                 "it with finite numbers, or leave sync_every, sync_secs and outer_optimizer out"
             )
@@ -95,20 +90,15 @@ class ReplicaPart:
         """
         values = self.split(flat)
         assign(session, self.variables, values)
-        return flat if self._dtype is self._sum_dtype else self._joined(values)
-
-    def assign(self, session: tf.compat.v1.Session, flat: Any) -> None:
-        """Assigns values to the variables, which become the anchor."""
-        self.anchor = self.assign_local(session, flat).copy()
+        if self._dtype is self._sum_dtype:
+            return flat
+        rounded = [each.reshape(-1).astype(self._sum_dtype, copy=False) for each in values]
+        return np.concatenate(rounded)
 
     def check_anchor(self, step: int) -> None:
-        """Checks that the anchor is finite, with the same result on all ranks.
-
-        Raises:
-          hostopt.NonFiniteGradientError: it is not.
-        """
+        """Checks that the anchor is finite, with the same result on all ranks."""
         if not all_finite(self.anchor):
-            name = self._nonfinite_names(self.anchor)[0]
+            name = self._nonfinite_name(self.anchor)
             raise hostopt.NonFiniteGradientError(
                 f"variable {name!r} is NaN or Inf after the synchronisation at step {step}, and "
                 "the variables of the ranks were finite. Lower the learning rate of the outer "
@@ -116,39 +106,28 @@ class ReplicaPart:
                 step=step,
             )
 
-    def _joined(self, values: list[Any]) -> Any:
-        flat = [each.reshape(-1).astype(self._sum_dtype, copy=False) for each in values]
-        return np.concatenate(flat)
-
     def take(self, session: tf.compat.v1.Session, step: int) -> Difference:
         """Returns the anchor minus the variables, which an outer optimizer takes as gradient.
 
-        Raises:
-          hostopt.NonFiniteGradientError: it is not finite.
+        It is checked to be finite.
         """
         local = self.read(session)
         values = self.anchor - local
         if not all_finite(values):
-            raise self._nonfinite(values, step)
+            cluster, rank = self.communicator.transport.cluster, self.communicator.rank
+            raise hostopt.NonFiniteGradientError(
+                f"variable {self._nonfinite_name(values)!r} of {cluster.describe(rank)} is NaN or "
+                f"Inf at the synchronisation after step {step}. Look at its data and its loss, "
+                "lower the learning rate or clip",
+                **cluster.attributes(rank),
+                step=step,
+            )
         return Difference(self, local, values)
 
-    def _nonfinite_names(self, flat: Any) -> list[str]:
-        return [
-            variable.op.name
-            for variable, value in zip(self.variables, self.split(flat))
-            if not np.isfinite(value).all()
-        ]
-
-    def _nonfinite(self, values: Any, step: int) -> hostopt.NonFiniteGradientError:
-        names = self._nonfinite_names(values)
-        cluster, rank = self.communicator.transport.cluster, self.communicator.rank
-        return hostopt.NonFiniteGradientError(
-            f"variable {names[0]!r} of {cluster.describe(rank)} is NaN or Inf at the "
-            f"synchronisation after step {step}. Look at its data and its loss, lower the "
-            "learning rate or clip",
-            **cluster.attributes(rank),
-            step=step,
-        )
+    def _nonfinite_name(self, flat: Any) -> str:
+        """Returns the first variable that is not finite, if one is not."""
+        finite = (np.isfinite(value).all() for value in self.split(flat))
+        return next(v.op.name for v, is_finite in zip(self.variables, finite) if not is_finite)
 
 
 class Difference:
@@ -161,7 +140,7 @@ class Difference:
 
     def __init__(self, part: ReplicaPart, local: Any, values: Any) -> None:
         self.values = values
-        self._part = part
+        self.part = part
         self._local = local
 
     def reduce(self, weight: float, *, is_whole: bool) -> None:
@@ -173,7 +152,7 @@ class Difference:
           weight: weight of this rank; the weights of all ranks add up to 1.
           is_whole: True leaves nothing out: no compression, and what was left out before is added.
         """
-        part = self._part
+        part = self.part
         self.values *= self.values.dtype.type(weight)
         if part.quantized is not None and not is_whole:
             part.quantized.sum_in_place(self.values, part.name)
@@ -186,7 +165,7 @@ class Difference:
 
     def progress(self, session: tf.compat.v1.Session) -> Any:
         """Returns what this rank has changed since the difference was taken."""
-        local = self._part.read(session)
+        local = self.part.read(session)
         local -= self._local
         return local
 
@@ -196,9 +175,10 @@ class Difference:
         Args:
           is_late: True keeps what this rank has changed since the difference was taken.
         """
-        part = self._part
+        part = self.part
         if not is_late:
-            part.assign(session, np.subtract(part.anchor, self.values, out=self.values))
+            new = np.subtract(part.anchor, self.values, out=self.values)
+            part.anchor = part.assign_local(session, new).copy()
             return
         part.anchor -= self.values
         progress = self.progress(session)

@@ -18,23 +18,30 @@ difference between their synchronised values and those that were sent.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from zlib_ng.zlib_ng import crc32
 
 import hostopt
-from estimator_ext.local_steps.outer_step import OuterStep
+from estimator_ext._tf_private import saved_as
+from estimator_ext.checkpoints.saving import has_own_saver
+from estimator_ext.graphs.fingerprint import read_updates
 from estimator_ext.local_steps.replica_part import Difference, ReplicaPart
+from estimator_ext.session.hooks import NO_NUMBERS
+from estimator_ext.spec import operations_of_step
 from estimator_ext.strategy.local_steps import LocalSteps
 from estimator_ext.variables.desync import checksum
 from estimator_ext.variables.sync_on_read import assign, in_parts, is_sync_on_read
+from hostopt.tensorflow.background import HOST_DEVICE
 
-_NO_NUMBERS = (tf.string, tf.resource, tf.variant)
+_OUTER = "outer"  # scope of the slots of outer steps in a checkpoint
 _POWER = re.compile(r"(.*/)?beta\d_power(_\d+)?")  # of Adam, which counts steps in it
 _EMA = re.compile(r".*/ExponentialMovingAverage(_\d+)?")  # has the name of a slot
+# They compute a variable from its slots, and hardly from its value.
+_FROM_SLOTS = re.compile(r"(?:^|; )((?:Resource)?(?:Sparse)?Apply(?:Ftrl(?:V2)?|AdagradDA))\(")
 
 
 class Variables(NamedTuple):
@@ -61,9 +68,6 @@ def find_variables(changed: Collection[str]) -> Variables:
 
     Args:
       changed: names of the variables that a step changes.
-
-    Raises:
-      hostopt.ConfigError: a variable cannot be synchronised.
     """
     found = Variables([], [], [], [], [], [])
     every = [*tf.compat.v1.global_variables(), *tf.compat.v1.trainable_variables()]
@@ -71,7 +75,7 @@ def find_variables(changed: Collection[str]) -> Variables:
     global_step = tf.compat.v1.train.get_global_step()
     for name, variable in sorted({v.op.name: v for v in every}.items()):
         is_skipped = variable is global_step or is_sync_on_read(variable)
-        if not is_skipped and variable.dtype.base_dtype not in _NO_NUMBERS:
+        if not is_skipped and variable.dtype.base_dtype not in NO_NUMBERS:
             # a gradient has no meaning for a whole number, even if it is called trainable
             has_gradient = name in trained and not variable.dtype.base_dtype.is_integer
             is_changed = name in changed or has_gradient
@@ -113,6 +117,43 @@ def _owner(name: str, trained: Collection[str]) -> str:
     return max((scope for scope in scopes if scope in trained), key=len, default="")
 
 
+class OuterStep:
+    """Operations that apply gradients which are computed outside the graph.
+
+    An optimizer applies the difference of a synchronisation to the variables.
+
+    Args:
+      strategy: strategy of the training, in whose training graph they are built.
+    """
+
+    def __init__(self, strategy: Any, variables: Sequence[tf.Variable]) -> None:
+        optimizer = strategy.local_steps.new_outer_optimizer()
+        self._feeds: list[tf.Tensor] = []
+
+        def build() -> tf.Operation:
+            # a name scope that ends in / is used again for the next fragment
+            scope = tf.compat.v1.variable_scope(_OUTER, auxiliary_name_scope=False)
+            with tf.device(HOST_DEVICE), scope, tf.name_scope(f"{_OUTER}/"):
+                self._feeds += [
+                    tf.compat.v1.placeholder(v.dtype.base_dtype, v.shape, "difference")
+                    for v in variables
+                ]
+                return optimizer.apply_gradients(zip(self._feeds, variables))
+
+        extended = strategy.extended
+        with extended.separate_reduction():
+            self.operation = extended.call_for_each_replica(build)
+        self.operations = [feed.op for feed in self._feeds]  # whose values differ
+
+    def run(self, session: tf.compat.v1.Session, gradients: Sequence[Any]) -> None:
+        """Applies gradients.
+
+        Args:
+          gradients: arrays like the variables, in the same order.
+        """
+        session.run(self.operation, dict(zip(self._feeds, gradients)))
+
+
 class Fragment(NamedTuple):
     """A part of the model that is synchronised by itself.
 
@@ -133,33 +174,84 @@ class Fragment(NamedTuple):
         """All variables that are synchronised."""
         return [*self.trained, *self.others, *self.powers]
 
+    def checksum(self) -> int:
+        """Returns a CRC-32 of the anchors, which must be the same on all ranks."""
+        value = 0
+        for part in self.parts:
+            value = crc32(part.anchor.view(np.uint8), value)
+        return value
+
+    def take(self, session: tf.compat.v1.Session, step: int) -> list[Difference]:
+        """Returns what the steps of this rank have changed since the last synchronisation."""
+        return [part.take(session, step) for part in self.parts]
+
+    def apply(
+        self,
+        session: tf.compat.v1.Session,
+        means: Sequence[Difference],
+        step: int,
+        *,
+        is_late: bool = False,
+    ) -> None:
+        """Replaces the variables by the synchronised ones.
+
+        Args:
+          means: results of `take`, reduced over the ranks.
+          is_late: True if this rank has made steps since `take`. It keeps the steps of trained
+            variables, but not of others, as an average of squares could become negative.
+        """
+        if self.outer is not None:
+            self._apply_outer(session, self.outer, means[: len(self.trained)], is_late)
+            means = means[len(self.trained) :]
+        for mean in means:
+            mean.apply(session, is_late and mean.part not in self.others)
+        for part in self.parts:
+            part.check_anchor(step)
+        if self.reset:
+            session.run([variable.initializer for variable in self.reset])
+            for part in (*self.others, *self.powers):
+                part.read_anchor(session)
+
+    def _apply_outer(
+        self,
+        session: tf.compat.v1.Session,
+        outer: OuterStep,
+        means: Sequence[Difference],
+        is_late: bool,
+    ) -> None:
+        progress = [mean.progress(session) if is_late else None for mean in means]
+        gradients = []
+        for part, mean in zip(self.trained, means):
+            part.assign_local(session, part.anchor)
+            gradients += part.split(mean.values)
+        outer.run(session, gradients)
+        for part, change in zip(self.trained, progress):
+            part.read_anchor(session)
+            if change is not None:
+                part.assign_local(session, np.add(part.anchor, change, out=change))
+
 
 class Replicas:
     """The models of all ranks.
 
     Args:
-      options: when ranks synchronise, and how.
+      strategy: strategy of the training; it has the options of local steps.
       changed: names of the variables that a step changes.
-      new_outer: builds the outer step of variables; None for the mean.
 
     Attributes:
       fragments: the parts of the model, each synchronised by itself.
     """
 
-    def __init__(
-        self,
-        communicator: hostopt.Communicator,
-        options: LocalSteps,
-        changed: Collection[str],
-        new_outer: Callable[[Sequence[tf.Variable]], OuterStep] | None,
-    ) -> None:
-        self._communicator = communicator
+    def __init__(self, strategy: Any, changed: Collection[str]) -> None:
+        self._communicator = strategy.communicator.duplicate("synchronisation of the variables")
+        options: LocalSteps = strategy.local_steps
         variables, rule = find_variables(changed), options.slot_rule
-        self.fragments = []
+        self.fragments: list[Fragment] = []
         for trained, others in divided(variables, options.sync_fragments, rule == "average"):
             parts = self._parts(trained, options.sync_compression)
             ordered = [variable for part in parts for variable in part.variables]
-            outer = new_outer(ordered) if new_outer is not None and ordered else None
+            has_outer = options.outer_optimizer is not None and ordered
+            outer = OuterStep(strategy, ordered) if has_outer else None
             is_first = not self.fragments
             powers = self._parts(variables.powers if is_first else ())
             reset = [*variables.slots, *variables.powers] if rule == "reset" else []
@@ -182,91 +274,10 @@ class Replicas:
         ]
 
     def begin(self, session: tf.compat.v1.Session) -> None:
-        """Reads the variables, which are the same on all ranks, as anchors.
-
-        Raises:
-          hostopt.NonFiniteGradientError: a variable is not finite.
-        """
+        """Reads the variables, which are the same on all ranks, as anchors."""
         of_fragments = [part for fragment in self.fragments for part in fragment.parts]
         for part in (*of_fragments, *self._kept):
             part.read_first_anchor(session)
-
-    def anchor_checksum(self, fragment: Fragment) -> int:
-        """Returns a CRC-32 of the anchors, which must be the same on all ranks.
-
-        Args:
-          fragment: the fragment to be synchronised next.
-        """
-        value = 0
-        for part in fragment.parts:
-            value = crc32(part.anchor.view(np.uint8), value)
-        return value
-
-    def take(
-        self, session: tf.compat.v1.Session, fragment: Fragment, step: int
-    ) -> list[Difference]:
-        """Returns what the steps of this rank have changed since the last synchronisation.
-
-        Raises:
-          hostopt.NonFiniteGradientError: a variable of this rank is not finite.
-        """
-        return [part.take(session, step) for part in fragment.parts]
-
-    def apply(
-        self,
-        session: tf.compat.v1.Session,
-        fragment: Fragment,
-        means: Sequence[Difference],
-        step: int,
-        *,
-        is_late: bool = False,
-    ) -> None:
-        """Replaces the variables by the synchronised ones.
-
-        Args:
-          means: results of `take`, reduced over the ranks.
-          is_late: True if this rank has made steps since `take`. It keeps the steps of trained
-            variables, but not of others, as an average of squares could become negative.
-
-        Raises:
-          hostopt.NonFiniteGradientError: a synchronised variable is not finite.
-        """
-        left = iter(means)
-        trained = [next(left) for _ in fragment.trained]
-        if fragment.outer is not None:
-            self._apply_outer(session, fragment, fragment.outer, trained, is_late)
-        else:
-            for mean in trained:
-                mean.apply(session, is_late)
-        for _ in fragment.others:
-            next(left).apply(session, is_late=False)
-        for _ in fragment.powers:
-            next(left).apply(session, is_late)
-        for part in fragment.parts:
-            part.check_anchor(step)
-        if fragment.reset:
-            session.run([variable.initializer for variable in fragment.reset])
-            for part in (*fragment.others, *fragment.powers):
-                part.read_anchor(session)
-
-    def _apply_outer(
-        self,
-        session: tf.compat.v1.Session,
-        fragment: Fragment,
-        outer: OuterStep,
-        means: Sequence[Difference],
-        is_late: bool,
-    ) -> None:
-        progress = [mean.progress(session) if is_late else None for mean in means]
-        gradients = []
-        for part, mean in zip(fragment.trained, means):
-            part.assign_local(session, part.anchor)
-            gradients += part.split(mean.values)
-        outer.run(session, gradients)
-        for part, change in zip(fragment.trained, progress):
-            part.read_anchor(session)
-            if change is not None:
-                part.assign_local(session, np.add(part.anchor, change, out=change))
 
     def complete(self, session: tf.compat.v1.Session, weight: float, step: int) -> None:
         """Averages slots that ranks keep, and compares what must be the same, for a checkpoint.
@@ -275,9 +286,6 @@ class Replicas:
 
         Args:
           weight: weight of this rank; the weights of all ranks add up to 1.
-
-        Raises:
-          hostopt.CollectiveMismatchError: a variable that must be the same differs by rank.
         """
         for part in self._kept:
             difference = part.take(session, step)
@@ -319,3 +327,70 @@ def divided(
 
 def _size(variable: tf.Variable) -> int:
     return int(variable.shape.num_elements() or 0)
+
+
+# -- building ----------------------------------------------------------------------------------
+
+
+def build_replicas(strategy: Any, spec: Any, data: Collection[tf.Operation]) -> Replicas | None:
+    """Builds the outer steps, if there are any.
+
+    Collective: all ranks must call it.
+
+    Args:
+      spec: spec of the step, in the default graph.
+
+    Returns:
+      The models of all ranks; None if the ranks reduce gradients in each step.
+
+    Raises:
+      hostopt.ConfigError: a variable cannot be synchronised, its optimizer would undo it, or a
+        saver of the model_fn would not save the slots of the outer optimizer.
+      hostopt.CollectiveMismatchError: ranks have different steps, outer steps or options.
+    """
+    options, communicator = strategy.local_steps, strategy.communicator
+    if not options.is_used:
+        return None
+    if options.outer_optimizer is not None and has_own_saver(spec):
+        raise hostopt.ConfigError(
+            "model_fn creates a saver, which does not save the slots of outer_optimizer. Leave "
+            "the saver to the Estimator, or leave outer_optimizer out"
+        )
+    updates = read_updates(operations_of_step(spec), data)
+    _check_optimizers(options, updates.texts)
+    replicas = Replicas(strategy, updates.changes)
+    texts = {**updates.texts, **options.texts()}
+    for outer in (each.outer for each in replicas.fragments if each.outer is not None):
+        found = read_updates([outer.operation], outer.operations).texts
+        texts.update({f"{name} in the outer step": text for name, text in found.items()})
+    communicator.check_same(texts, "the updates of variables")
+    return replicas
+
+
+def _check_optimizers(options: LocalSteps, updates: Mapping[str, str]) -> None:
+    """Checks that the next step of an optimizer does not undo a synchronisation."""
+    if options.slot_rule == "average" and options.outer_optimizer is None:
+        return
+    for name, text in updates.items():
+        found = _FROM_SLOTS.search(text)
+        if found:
+            raise hostopt.ConfigError(
+                f"{found[1]} computes variable {name!r} from its slots, so the next step would "
+                "undo a synchronisation with outer_optimizer, sync_delay, or another sync_slots "
+                "than 'average'. Leave them out, or use another optimizer than Ftrl and AdagradDA"
+            )
+
+
+def check_outer_slots(checkpoint: str) -> None:
+    """Checks that a checkpoint has the slots of the outer optimizer in the default graph."""
+    variables = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, f"{_OUTER}/")
+    if not variables:
+        return
+    saved = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map()
+    missing = [name for name, _ in map(saved_as, variables) if name not in saved]
+    if missing:
+        raise hostopt.CheckpointError(
+            f"{checkpoint} has no {missing[0]!r}, a slot of outer_optimizer: it was saved with "
+            "other options. Use the same options, or start in another model_dir with "
+            f"warm_start_from={checkpoint!r}"
+        )

@@ -39,8 +39,9 @@ _OF_TENSORS = (*_PASSING, *PRODUCTS, *QUOTIENTS, *_REDUCTIONS, *_JOINING, *_CALL
 # followed in scalars only
 _LARGER = ("Maximum", "Minimum")
 _CURVES = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "Tanh", "Sigmoid", "Softplus", "Pow")
+_CURVES += ("Reciprocal", "Inv")
 _COUNTS = ("Size", "StridedSlice", "Prod")
-_OF_SCALARS = (*ADDING, *_LARGER, *_CURVES, *_COUNTS, "Reciprocal", "Inv")
+_OF_SCALARS = (*ADDING, *_LARGER, *_CURVES, *_COUNTS)
 _POWERS = {"Square": 2, "Reciprocal": -1, "Inv": -1}
 
 CURE = "Say what it is with `python -m estimator_ext --loss mean` or `--loss sum`"
@@ -256,7 +257,7 @@ class LossReader:
             return self._count(op)
         if kind in ADDING:
             return self._added(op, values)
-        if kind in _CURVES or kind in ("Reciprocal", "Inv"):
+        if kind in _CURVES:
             return curved(kind, values[0])
         if kind in _LARGER or kind in _JOINING:
             value = joined(values[1:] if kind.startswith("Select") else values)

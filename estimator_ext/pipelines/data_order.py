@@ -69,10 +69,8 @@ class OrderCheck:
             numbers, first = read(pipeline, config)
             problem = _without_seed(dict(numbers))
         self._watch(pipeline)
-        report = {"problem": problem, "numbers": numbers, "first": first}
-        reports = _gather(self._communicator, {**report, "seed": secrets.randbits(31)})
-        self._check(reports)
-        return _kept_in_order(dataset), reports[0]["seed"]
+        seed = self._compare(self._communicator, first, numbers, problem)
+        return _kept_in_order(dataset), seed
 
     def check_rows(self, columns: Sequence[Any]) -> None:
         """Checks that all ranks have the same rows in the same order.
@@ -80,8 +78,7 @@ class OrderCheck:
         Collective: all ranks must call it. Only the beginning of each column is compared.
         """
         samples = [np.asarray(each[:COUNT]) for each in columns]
-        report = {"problem": "", "numbers": [], "first": [["rows", [checksum(samples)]]]}
-        self._check(_gather(self._communicator, report))
+        self._compare(self._communicator, [("rows", [checksum(samples)])])
 
     def _watch(self, pipeline: Pipeline) -> None:
         """Has generators compare their first elements when they are read."""
@@ -92,26 +89,32 @@ class OrderCheck:
             channel = self._of_generators[index]
 
             def compare(checksums: list[int], channel: hostopt.Communicator = channel) -> None:
-                first = [["from_generator()", checksums]]
-                self._check(_gather(channel, {"problem": "", "numbers": [], "first": first}))
+                self._compare(channel, [("from_generator()", checksums)])
 
             peek(state).compare_next(abort_on_error(channel, compare))
 
-    def _check(self, reports: Sequence[dict[str, Any]]) -> None:
-        for rank, report in enumerate(reports):
-            found = report["problem"]
-            if not found and (difference := _difference(reports[0], report)):
+    def _compare(
+        self,
+        channel: hostopt.Communicator,
+        first: First,
+        numbers: Sequence[tuple[str, int]] = (),
+        problem: str = "",
+    ) -> int:
+        """Compares what the ranks know of their data; returns a random number of rank 0."""
+        report = {"problem": problem, "numbers": numbers, "first": first}
+        text = json.dumps({**report, "seed": secrets.randbits(31)}).encode()
+        texts = channel.all_gather_bytes(text, "the order of the data")
+        reports = [json.loads(each) for each in texts]
+        for rank, each in enumerate(reports):
+            found = each["problem"]
+            if not found and (difference := _difference(reports[0], each)):
                 found = f"{difference}. {self._remedy}"
             if found:
                 raise UnsupportedError(
                     f"the ranks would take shards of other data, or of another order: on rank "
                     f"{rank} {found}"
                 )
-
-
-def _gather(channel: hostopt.Communicator, report: dict[str, Any]) -> list[dict[str, Any]]:
-    texts = channel.all_gather_bytes(json.dumps(report).encode(), "the order of the data")
-    return [json.loads(each) for each in texts]
+        return int(reports[0]["seed"])
 
 
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
@@ -121,9 +124,7 @@ def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
             return f"the dataset has {other_name!r} where rank 0 has {name!r}"
         if value != other_value:
             return f"the dataset has {other_value} for {name!r}, and {value} on rank 0"
-    if [len(one[key]) for key in ("numbers", "first")] != [
-        len(other[key]) for key in ("numbers", "first")
-    ]:
+    if any(len(one[key]) != len(other[key]) for key in ("numbers", "first")):
         return "the dataset has other transformations than on rank 0"
     for (name, checksums), (_, others) in zip(one["first"], other["first"]):
         for index, (a, b) in enumerate(zip(checksums, others)):
@@ -169,35 +170,24 @@ def _read_in_graph(
     pipeline: Pipeline, config: tf.compat.v1.ConfigProto | None
 ) -> tuple[Numbers, First]:
     """Reads in a session of its own, if at all, so that the training finds all elements."""
-    numbers = {name: _static_value(value) for name, value in pipeline.scalars()}
-    first = [(kind_of(point), _static_checksums(point)) for point in pipeline.readable()]
-    if None in numbers.values() or any(checksums is None for _, checksums in first):
-        _read_in_session(pipeline, config, numbers, first)
+    scalars, points = dict(pipeline.scalars()), pipeline.readable()
+    numbers = {name: _static_value(value) for name, value in scalars.items()}
+    first = [_static_checksums(point) for point in points]
+    unknown = {name: scalars[name] for name, value in numbers.items() if value is None}
+    unread = [index for index, checksums in enumerate(first) if checksums is None]
+    if unknown or unread:
+        with tf.name_scope("data_order"), tf.control_dependencies(None), tf.device(HOST_DEVICE):
+            iterators = [_iterator(_sampled(points[index])) for index in unread]
+            tables = [tf.compat.v1.tables_initializer()] if pipeline.reads_tables else []
+        with tf.compat.v1.Session(config=config) as session, _logged_errors():
+            session.run(tables)
+            values = session.run(unknown)
+            numbers.update((name, int(value)) for name, value in values.items())
+            for index, (begin, following) in zip(unread, iterators):
+                session.run(begin)
+                first[index] = _checksums(_run(session, following))
     known = [(name, value) for name, value in numbers.items() if value is not None]
-    return known, [(name, checksums or []) for name, checksums in first]
-
-
-def _read_in_session(
-    pipeline: Pipeline,
-    config: tf.compat.v1.ConfigProto | None,
-    numbers: dict[str, int | None],
-    first: list[tuple[str, list[int] | None]],
-) -> None:
-    """Reads the numbers and checksums that are None."""
-    scalars = {name: value for name, value in pipeline.scalars() if numbers[name] is None}
-    points = {
-        index: point for index, point in enumerate(pipeline.readable()) if first[index][1] is None
-    }
-    with tf.name_scope("data_order"), tf.control_dependencies(None), tf.device(HOST_DEVICE):
-        iterators = [_iterator(_sampled(point)) for point in points.values()]
-        tables = [tf.compat.v1.tables_initializer()] if pipeline.reads_tables else []
-    with tf.compat.v1.Session(config=config) as session, _logged_errors():
-        session.run(tables)
-        values = session.run(scalars)
-        numbers.update((name, int(value)) for name, value in values.items())
-        for (index, point), (begin, following) in zip(points.items(), iterators):
-            session.run(begin)
-            first[index] = kind_of(point), _checksums(_run(session, following))
+    return known, [(kind_of(point), sums or []) for point, sums in zip(points, first)]
 
 
 def _static_value(tensor: tf.Tensor) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,14 @@ import tensorflow as tf
 
 from estimator_ext._tf_private import replace_tensor, variant_tensor
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.graphs.walks import walk
+from estimator_ext.graphs.walks import Nodes, library_of, walk, with_called
 
 INSTEAD = (
     "Build the pipeline of other TensorFlow operations, or set RunConfig.data_service='off', with "
     "which each rank prepares its data itself"
 )
-# With "Dataset", and perhaps a version, these are the names of operations.
+# Datasets whose elements data workers divide. With "Dataset", and perhaps a version, these are the
+# names of operations.
 _SOURCES = {
     *("Range", "SparseTensorSlice", "Tensor", "TensorSlice"),
     *("FixedLengthRecord", "TFRecord", "TextLine"),
@@ -50,18 +51,42 @@ _COUNTING = {
     "Unique": "unique",
     "Window": "window",
 }
+_PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+_VARIABLES = re.compile(r"VarHandleOp|Variable(V2)?|Mutable\w*HashTable\w*")
+_SEEDED = re.compile("Random|Shuffle")  # operations whose constants are seeds and sizes of buffers
 _NAME = re.compile(r"(?:Experimental)?(\w+)Dataset(?:V\d+)?")
 
 
-def check_transformations(operations: Sequence[tf.Operation], workers: int) -> None:
+def check_dataset(data: Any, workers: int) -> None:
+    """Checks that data workers prepare a dataset as one process would."""
+    if not isinstance(data, tf.data.Dataset):
+        raise UnsupportedError(
+            f"input_fn returned a {type(data).__name__}, wanted a tf.data.Dataset: data workers "
+            "prepare only a dataset. Return one, or set RunConfig.data_service='off'"
+        )
+    operations = walk([variant_tensor(data).op])
+    _check_transformations(operations, workers)
+    called = with_called([op.node_def for op in operations], library_of(operations[0].graph))
+    for kind, name in ((node.op, node.name) for nodes in called for node in nodes):
+        if kind in _PYTHON:
+            raise UnsupportedError(
+                f"the dataset of input_fn calls a Python function (operation {name!r} of type "
+                f"{kind}), as from_generator, py_function and numpy_function do. Data workers are "
+                f"other processes and cannot call it. {INSTEAD}"
+            )
+        if _VARIABLES.fullmatch(kind):
+            raise UnsupportedError(
+                f"the dataset of input_fn reads {name!r} of type {kind}, whose value on the ranks "
+                f"data workers do not have. {INSTEAD}"
+            )
+
+
+def _check_transformations(operations: Sequence[tf.Operation], workers: int) -> None:
     """Checks that no transformation loses, doubles or changes elements."""
-    choices: set[tf.Operation] = set()
+    chosen = [_choices_of(op) for op in operations if kind_of(op) == "DirectedInterleave"]
+    choices = set().union(*chosen)
     for op in operations:
-        if kind_of(op) == "DirectedInterleave":
-            choices.update(_choices_of(op))
-    for op in operations:
-        counts = kind_of(op) in _COUNTING and kind_of(op) != "Random"
-        if op not in choices or counts:
+        if op not in choices or kind_of(op) in _COUNTING.keys() - {"Random"}:
             _check_transformation(op, workers)
 
 
@@ -134,11 +159,6 @@ def _has_later_iterators(op: tf.Operation) -> bool:
     return any(kind_of(each).startswith(("Shuffle", "Repeat")) for each in walk([op.inputs[0].op]))
 
 
-def is_source(op: tf.Operation) -> bool:
-    """Returns True for a dataset whose elements data workers divide."""
-    return kind_of(op) in _SOURCES
-
-
 def sources_of(data: tf.data.Dataset) -> dict[str, str]:
     """Describes the sources of a dataset, which must be the same on all ranks.
 
@@ -146,10 +166,10 @@ def sources_of(data: tf.data.Dataset) -> dict[str, str]:
       Type, shape and checksum of the constants of each source. The order of values does not count,
       as each rank may have shuffled them.
     """
-    sources = [op for op in walk([variant_tensor(data).op]) if is_source(op)]
+    sources = [op for op in walk([variant_tensor(data).op]) if kind_of(op) in _SOURCES]
     return {
         f"{op.type} {index}": ", ".join(
-            describe_values(tf.get_static_value(each.outputs[0]))
+            _describe_values(tf.get_static_value(each.outputs[0]))
             for each in walk([tensor.op for tensor in op.inputs])
             if each.type == "Const"
         )
@@ -157,7 +177,65 @@ def sources_of(data: tf.data.Dataset) -> dict[str, str]:
     }
 
 
-def describe_values(values: np.ndarray[Any, Any]) -> str:
+def transformations_of(data: tf.data.Dataset) -> dict[str, str]:
+    """Describes the transformations of a dataset, which must be the same on all ranks.
+
+    Returns:
+      For each transformation: its type, its constants, and a checksum of the types of its
+      operations. The operations of its functions are included. Seeds and the order of values are
+      left out.
+    """
+    operations = walk([variant_tensor(data).op])
+    library = library_of(operations[0].graph)
+    transformations = [
+        op for op in operations if _makes_dataset(op) and kind_of(op) not in _SOURCES
+    ]
+    return {
+        f"transformation {index}": _describe(op, library)
+        for index, op in enumerate(transformations)
+    }
+
+
+def _makes_dataset(op: tf.Operation) -> bool:
+    return any(tensor.dtype == tf.variant for tensor in op.outputs)
+
+
+def _describe(op: tf.Operation, library: Mapping[str, Nodes]) -> str:
+    def before(each: tf.Operation) -> list[tf.Operation]:
+        is_another = each is not op and _makes_dataset(each)
+        return [] if is_another else [tensor.op for tensor in each.inputs]
+
+    own = [each for each in walk([op], before) if each is op or not _makes_dataset(each)]
+    called = with_called([each.node_def for each in own], library)
+    values, kinds = [], []
+    for nodes in called:
+        kinds += [node.op for node in nodes if node.op not in library]
+        seeded = _before_seeded(nodes)
+        values += [
+            _describe_values(tf.make_ndarray(node.attr["value"].tensor))
+            for node in nodes
+            if node.op == "Const" and node.name not in seeded
+        ]
+    checksum = zlib.crc32(" ".join(kinds).encode())
+    constants = ", ".join(values) or "none"
+    return f"{op.type} of {len(kinds)} operations ({checksum:08x}) with constants: {constants}"
+
+
+def _before_seeded(nodes: Nodes) -> set[str]:
+    """Returns the names of nodes whose values become seeds, or sizes of buffers."""
+    by_name = {node.name: node for node in nodes}
+    found: set[str] = set()
+    todo = [node for node in nodes if _SEEDED.search(node.op)]
+    while todo:
+        for name in (each.lstrip("^").partition(":")[0] for each in todo.pop().input):
+            node = by_name.get(name)
+            if node is not None and name not in found and "Dataset" not in node.op:
+                found.add(name)
+                todo.append(node)
+    return found
+
+
+def _describe_values(values: np.ndarray[Any, Any]) -> str:
     """Returns a number, or the type, shape and checksum of values, whose order does not count."""
     if values.dtype.hasobject:
         kind, checksum = "string", zlib.crc32(b"\0".join(sorted(values.reshape(-1).tolist())))

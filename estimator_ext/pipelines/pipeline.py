@@ -9,7 +9,7 @@ at the sources: the points of a pipeline.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -71,9 +71,7 @@ class Pipeline:
     @property
     def reads_tables(self) -> bool:
         """True if a function reads a lookup table, which has to be initialized."""
-        return any(
-            node.op.startswith("Lookup") for nodes in self._nodes.values() for node in nodes
-        )
+        return any(node.op.startswith("Lookup") for node in self._nodes_of(self.all))
 
     def readable(self) -> list[tf.data.Dataset]:
         """Returns the points that may be read once more, and else the sources before them.
@@ -113,7 +111,7 @@ class Pipeline:
                 changed += [op.name] if is_changed else []
                 set_attribute(op, "deterministic", b"true")
         for each in _before(self.points):
-            if any(map(_is_random, self._nodes[id(each)])):  # in the order of the calls
+            if any(map(_is_random, self._nodes_of([each]))):  # in the order of the calls
                 op = variant_tensor(each).op
                 for index, (name, _, _) in enumerate(arguments(op)):
                     if name == "num_parallel_calls":
@@ -124,13 +122,36 @@ class Pipeline:
 
     def problem(self) -> str:
         """Returns what gives the ranks different orders, and what to do; "" if nothing does."""
+        return next(self._problems(), "")
+
+    def _problems(self) -> Iterator[str]:
         chosen = _before(self.points)
-        found = [_loses_order_in_function(self._nodes[id(each)]) for each in self.all]
-        found += [_chooses_without_seed(self._nodes[id(each)]) for each in chosen]
-        if not self.in_graph:  # in a graph it is made deterministic
-            found += [_loses_order(each) for each in self.all]
-            found += [_chooses_in_parallel(each, self._nodes[id(each)]) for each in chosen]
-        return next(filter(None, found), "")
+        for node in self._nodes_of(self.all):
+            if node.attr["deterministic"].s == b"false":
+                yield (
+                    f"a function of a dataset has deterministic=False ({node.op}), which loses "
+                    "the order. Leave it out there"
+                )
+        for node in filter(_is_random, self._nodes_of(chosen)):
+            if node.attr["seed"].i == node.attr["seed2"].i == 0:
+                yield without_seed(node.op)
+        if self.in_graph:  # there it is made deterministic
+            return
+        for each in filter(_is_parallel, self.all):
+            if loses_order(each):
+                yield (
+                    f"a dataset has deterministic=False ({kind_of(each)}), which loses the order. "
+                    "Leave it out, or let each rank read its files with auto_shard='file'"
+                )
+        for node in filter(_is_random, self._nodes_of(filter(_is_parallel, chosen))):
+            yield (
+                f"parallel calls of a dataset draw random numbers ({node.op}), by which elements "
+                "may be chosen later. Leave num_parallel_calls out there"
+            )
+
+    def _nodes_of(self, datasets: Iterable[tf.data.Dataset]) -> Iterator[Any]:
+        """Yields the nodes of all functions that datasets call."""
+        return (node for each in datasets for node in self._nodes[id(each)])
 
 
 def reads_files(dataset: tf.data.Dataset) -> bool:
@@ -183,41 +204,8 @@ def _is_random(node: Any) -> bool:
     return "seed" in node.attr and "seed2" in node.attr
 
 
-def _loses_order_in_function(nodes: Sequence[Any]) -> str:
-    for node in nodes:
-        if node.attr["deterministic"].s == b"false":
-            return (
-                f"a function of a dataset has deterministic=False ({node.op}), which loses the "
-                "order. Leave it out there"
-            )
-    return ""
-
-
-def _loses_order(dataset: tf.data.Dataset) -> str:
-    kind = kind_of(dataset)
-    if kind.startswith("Parallel") and loses_order(dataset):
-        return (
-            f"a dataset has deterministic=False ({kind}), which loses the order. Leave it out, or "
-            "let each rank read its files with auto_shard='file'"
-        )
-    return ""
-
-
-def _chooses_without_seed(nodes: Sequence[Any]) -> str:
-    for node in filter(_is_random, nodes):
-        if node.attr["seed"].i == node.attr["seed2"].i == 0:
-            return without_seed(node.op)
-    return ""
-
-
-def _chooses_in_parallel(dataset: tf.data.Dataset, nodes: Sequence[Any]) -> str:
-    if kind_of(dataset).startswith("Parallel"):
-        for node in filter(_is_random, nodes):
-            return (
-                f"parallel calls of a dataset draw random numbers ({node.op}), by which elements "
-                "may be chosen later. Leave num_parallel_calls out there"
-            )
-    return ""
+def _is_parallel(dataset: tf.data.Dataset) -> bool:
+    return kind_of(dataset).startswith("Parallel")
 
 
 def without_seed(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Shards the data of an input_fn that does not shard them itself."""
+"""Shards the data of an input_fn that does not shard them itself; a seed that all ranks share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import re
 import secrets
 import types
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,10 @@ from estimator_ext._tf_private import (
     DatasetV1,
     DatasetV1Adapter,
     SeedOfRanks,
+    current_seed,
     options_in_graph,
+    seed_hidden,
+    set_eager_seed,
     variant_tensor,
 )
 from estimator_ext.errors import UnsupportedError
@@ -188,6 +192,37 @@ def few_files_refused() -> Iterator[None]:
             "ranks, as auto_shard is 'file'. Use 'data' (python -m estimator_ext --auto-shard "
             "data), or more files"
         ) from error
+
+
+class CommonSeed:
+    """The seed that TensorFlow uses eagerly, outside of steps, if the program sets none.
+
+    All ranks share it, so that they shuffle their data alike. Within steps each rank draws other
+    random numbers, as for a dropout.
+    """
+
+    def __init__(self, cluster: hostopt.Cluster) -> None:
+        self._seed: int | None = None
+        is_one_of_many = cluster.size > 1 and cluster.rank is not None
+        if is_one_of_many and tf.executing_eagerly() and current_seed() is None:
+            self._set(zlib.crc32(repr(cluster.ring).encode()))
+
+    def renew(self, seed: int) -> None:
+        """Gives the next dataset another order, unless the program has set a seed of its own."""
+        if self._is_current:
+            self._set(seed)
+
+    def hidden(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the scope of a step."""
+        return seed_hidden() if self._is_current else contextlib.nullcontext()
+
+    @property
+    def _is_current(self) -> bool:
+        return self._seed is not None and current_seed() == self._seed
+
+    def _set(self, seed: int) -> None:
+        self._seed = seed
+        set_eager_seed(SeedOfRanks(seed))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ know beforehand, such as at max_steps, happens immediately.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,10 @@ class Coordinated(NamedTuple):
         for saver in self.savers:
             set_timer(saver, CoordinatedTimer(timer_of(saver), self.flags))
 
+    def is_save_due(self, step: int) -> bool:
+        """Returns True if a hook of this rank should save after a step."""
+        return any(timer_of(saver).is_due(step) for saver in self.savers)
+
     def collect(self, session: tf.compat.v1.Session, *, has_more: bool = False) -> None:
         """Collects on the chief what it is about to save. Collective: all ranks must call it."""
         self.sync_on_read.aggregate_to_chief(session)
@@ -71,7 +76,6 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
             self._flags_sum = communicator.open_scalar_sum("requests to stop or save")
         self._coordinated, self._flags = coordinated, coordinated.flags
         coordinated.coordinate_saves()
-        self._timers = [timer_of(saver) for saver in coordinated.savers]
         self._step = 0
         self._increment = 0  # of global_step in a step, which need not be 1; 0 while unknown
 
@@ -84,8 +88,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
     def before_run(self, run_context: Any) -> None:
         """Sends the requests of this rank."""
         self._coordinated.resume(run_context.session)
-        next_step = self._step + (self._increment or 1)
-        self._flags.save = any(timer.is_due(next_step) for timer in self._timers)
+        self._flags.save = self._coordinated.is_save_due(self._step + (self._increment or 1))
         if self._flags_sum is not None:
             self._flags_sum.start(0.0, float(self._flags.local))
 
@@ -101,7 +104,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
     def _count(self, session: tf.compat.v1.Session) -> None:
         """Updates the step; reads it only if needed, as that takes as long as a small step."""
         step = self._step + self._increment
-        if self._timers and (self._flags.ranks_saving or not self._increment):
+        if self._coordinated.savers and (self._flags.ranks_saving or not self._increment):
             step = int(session.run(tf.compat.v1.train.get_global_step()))
             self._increment = self._increment or step - self._step
         self._step = step
@@ -121,6 +124,9 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
     Args:
       hooks: hooks of this rank. All ranks stop at once at a step at which a `StopAtStepHook` of
         every rank stops.
+
+    Attributes:
+      last_step: the first such step; a large number if there is none.
     """
 
     def __init__(
@@ -129,22 +135,15 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
         self._communicator = communicator.duplicate("the steps at which ranks stop")
         self._flags = flags
         self._hooks = hooks
-        self._common_last_steps: set[int] = set()
+        self.last_step = sys.maxsize
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Finds the steps at which all ranks stop."""
+        """Finds the step at which all ranks stop."""
         del session, coord
         local = json.dumps(last_steps(self._hooks)).encode()
         gathered = self._communicator.all_gather_bytes(local)
-        self._common_last_steps = set.intersection(*(set(json.loads(each)) for each in gathered))
-
-    def is_common_last(self, step: int) -> bool:
-        """Returns True if all ranks stop at a step, without a request."""
-        return any(step >= last for last in self._common_last_steps)
-
-    def steps_left(self, step: int) -> int | None:
-        """Returns the number of steps to the next one at which all ranks stop, or None."""
-        return min((last - step for last in self._common_last_steps), default=None)
+        of_all = set.intersection(*(set(json.loads(each)) for each in gathered))
+        self.last_step = min(of_all, default=sys.maxsize)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Stops if a rank has requested it; postpones a stop that only this rank knows of."""
@@ -154,7 +153,7 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
             run_context.request_stop()
         elif run_context.stop_requested:
             step = run_context.session.run(tf.compat.v1.train.get_global_step())
-            if not self.is_common_last(step):
+            if step < self.last_step:
                 cancel_stop(run_context)
                 self._flags.stop = True
 

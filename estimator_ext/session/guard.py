@@ -1,4 +1,9 @@
-"""Guard against errors that TensorFlow would mistake for the end of the data or retry.
+"""Guards of sessions: they close without a long wait, and do not hide errors.
+
+TensorFlow closes a session after the threads of its iterators have ended. A Python generator that
+waits for data holds it up for as long. So does the thread that tunes a pipeline, for up to 60 s:
+its loop (`Model::OptimizeLoop`) is woken before `CancellationManager::IsCancelled` is true, and
+sleeps on if it is faster than the cancellation.
 
 TensorFlow turns a StopIteration of a Python function in the graph into an OutOfRangeError. Both
 look like the end of the data, so TensorFlow would save a checkpoint of a possibly incomplete step.
@@ -9,21 +14,83 @@ training.)
 
 from __future__ import annotations
 
+import atexit
 import re
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext.session.close import LIMIT_S, close_in_time
+_log = tf.get_logger()
 
+LIMIT_S = 5.0
+EXIT_S = 60.0  # from the end of the program to its exit, while a session is closed
 _PYTHON = ("PyFunc", "EagerPyFunc")
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
+_NO_FAILURE = (type(None), tf.errors.OutOfRangeError, StopIteration)  # that ends a training
+_closing: list[threading.Thread] = []
+
+
+class SessionCloseHook(tf.compat.v1.train.SessionRunHook):
+    """Makes `close` of each session return in time; see `close_in_time`."""
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Replaces `close` of the session."""
+        del coord
+        close_in_time(session)
+
+
+def close_in_time(session: tf.compat.v1.Session, limit_s: float = LIMIT_S) -> None:
+    """Replaces `close` of a session: it returns while a thread still closes a slow session.
+
+    Args:
+      limit_s: time to wait for the thread.
+    """
+    close, reachable = session.close, weakref.ref(session)
+
+    def replacement() -> None:
+        if reachable() is None:  # the garbage collector closes it, and frees it afterwards
+            close()
+            return
+        del session.close
+        thread = threading.Thread(target=close, name="session-close", daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if thread.is_alive():
+            if isinstance(sys.exc_info()[1], _NO_FAILURE):
+                _closing.append(thread)
+            _log.info(
+                "a session has not closed within %.3g s, as threads of its input still run. The "
+                "program goes on",
+                limit_s,
+            )
+
+    session.close = replacement
+
+
+def exit_without_wait() -> None:
+    """Cancels the wait for sessions at the exit, for a process that must end soon."""
+    _closing.clear()
+
+
+@atexit.register
+def _wait_for_closing() -> None:
+    """Waits, as Python aborts a process in which a thread leaves TensorFlow during the exit."""
+    end_s = time.monotonic() + EXIT_S
+    if any(thread.is_alive() for thread in _closing):
+        _log.info(
+            "this process exits when its sessions have closed, in %g s at the latest", EXIT_S
+        )
+    for thread in _closing:
+        thread.join(max(0.0, end_s - time.monotonic()))
 
 
 class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
-    """Makes such errors end the training like any other error; it must be the first hook.
+    """Makes those errors end the training like any other error; it must be the first hook.
 
     Args:
       data: operations of the input; only their OutOfRangeError is the end of the data.
@@ -43,11 +110,7 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
         self._handled_before = sys.exc_info()[1]
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Allows the first session only.
-
-        Raises:
-          RuntimeError: TensorFlow has created a new session after an error.
-        """
+        """Allows the first session only."""
         del coord
         if self._has_session:
             raise _error(self._closed_for, "after which TensorFlow would start a new session")
@@ -62,11 +125,7 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
         session.close = close_and_store_cause
 
     def end(self, session: tf.compat.v1.Session) -> None:
-        """Checks, before anything is saved, that only the end of the data ends the training.
-
-        Raises:
-          RuntimeError: another error has ended the training.
-        """
+        """Checks, before anything is saved, that only the end of the data ends the training."""
         del session
         error = sys.exc_info()[1]  # the error that ends the `with` block of the session
         if error in (None, self._handled_before):

@@ -14,7 +14,7 @@ from estimator_ext.variables.sync_on_read import assign, in_parts, initial_local
 
 _log = tf.get_logger()
 
-_NO_NUMBERS = (tf.string, tf.resource, tf.variant)
+NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 
 
 class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
@@ -40,15 +40,11 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
         self._variables = [by_name[name] for name in sorted(by_name)]
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Compares names, shapes and dtypes of the variables, then broadcasts their values.
-
-        Raises:
-          hostopt.CollectiveMismatchError: two ranks have different variables.
-        """
+        """Compares names, shapes and dtypes of the variables, then broadcasts their values."""
         del coord
         descriptions = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}
         self._communicator.check_same(descriptions, "the variables")
-        numbers = [v for v in self._variables if v.dtype.base_dtype not in _NO_NUMBERS]
+        numbers = [v for v in self._variables if v.dtype.base_dtype not in NO_NUMBERS]
         for variable in set(self._variables).difference(numbers):
             _log.warning("%s holds no numbers and is not broadcast", variable.op.name)
         for part in in_parts([v for v in numbers if v.op.name not in self._divided.names]):

@@ -27,10 +27,9 @@ from estimator_ext._tf_private import (
     variant_tensor,
 )
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.pipelines.common_seed import CommonSeed
 from estimator_ext.pipelines.data_order import OrderCheck
 from estimator_ext.pipelines.pipeline import reads_files
-from estimator_ext.pipelines.sharding import POLICIES
+from estimator_ext.pipelines.sharding import POLICIES, CommonSeed
 from estimator_ext.strategy.extended import HostOffloadExtended, ReplicaContext, in_functions
 from estimator_ext.strategy.mirrored_variables import (
     CLASSES,

@@ -28,8 +28,7 @@ from pipelines import (
 from ranks import Ranks
 
 import hostopt
-from estimator_ext.data_workers.service import check_dataset
-from estimator_ext.pipelines.divided_pipeline import divisible
+from estimator_ext.pipelines.divided_pipeline import check_dataset, divisible
 
 service = tf.data.experimental.service
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import estimator_ext
-from estimator_ext.data_workers import ring_end
+from estimator_ext.data_workers import worker
 
 estimator_ext.install()
 tf.get_logger().setLevel("INFO")
@@ -51,7 +51,7 @@ def numbers(settings: dict[str, Any]) -> tf.data.Dataset:
 
 def main(chosen: dict[str, Any]) -> None:
     settings = {**SETTINGS, **chosen}
-    ring_end.GONE_S = settings["gone_s"]
+    worker.GONE_S = settings["gone_s"]
     directory = Path(settings["directory"])
     strategy = estimator_ext.HostOffloadStrategy(**settings["strategy"])
     task = strategy.cluster.task

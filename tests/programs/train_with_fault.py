@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 import train
 
-from estimator_ext.session import signals
+from estimator_ext.session import preemption
 from hostopt.gradients.bucket_reducer import InlineReducer
 from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.gradients.reducer import Reducer
@@ -170,7 +170,7 @@ BREAK = {
 if __name__ == "__main__":
     chosen = arguments.chosen()
     for name in ("GRACE_S", "INTERRUPTED_AGAIN_S"):
-        setattr(signals, name, chosen.pop(name.lower(), getattr(signals, name)))
+        setattr(preemption, name, chosen.pop(name.lower(), getattr(preemption, name)))
     fault = chosen.pop("fault", None)
     if fault is not None and fault.get("slot") in (None, int(os.environ.get("HOSTOPT_SLOT", "0"))):
         BREAK[fault["point"]](fault)

@@ -29,7 +29,7 @@ def report() -> None:
 
 
 import estimator_ext  # noqa: E402
-from estimator_ext.session import close as session_close  # noqa: E402
+from estimator_ext.session import guard  # noqa: E402
 
 estimator_ext.install()
 tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.INFO)
@@ -37,7 +37,7 @@ settings = json.loads(sys.argv[1])
 strategy = estimator_ext.HostOffloadStrategy(insecure=True, collective_timeout_s=100.0)
 RANK = strategy.cluster.rank or 0
 released = threading.Event()
-session_close.EXIT_S = settings["exit_s"]
+guard.EXIT_S = settings["exit_s"]
 
 
 def generate() -> Iterator[np.ndarray]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from harness import until
 from rings import Spawn
 
-from estimator_ext.data_workers import watch as data_watch
+from estimator_ext.data_workers import service as data_watch
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import PeerLostError
 from hostopt.options import Options

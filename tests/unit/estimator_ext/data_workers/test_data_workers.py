@@ -16,7 +16,7 @@ from harness import ROOT
 
 import estimator_ext
 import hostopt
-from estimator_ext.data_workers.service import check_dataset
+from estimator_ext.pipelines.divided_pipeline import check_dataset
 from hostopt.transport.addresses import greets
 from hostopt.transport.server_sockets import confine
 

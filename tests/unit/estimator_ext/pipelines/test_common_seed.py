@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_private import seed_hidden
-from estimator_ext.pipelines.common_seed import CommonSeed
+from estimator_ext.pipelines.sharding import CommonSeed
 
 CONFIG = {
     "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]},

@@ -14,8 +14,12 @@ import tensorflow as tf
 from pipelines import Make, data, slices, ten, values_of, write_files
 
 import hostopt
-from estimator_ext.data_workers.service import check_dataset, transformations_of
-from estimator_ext.pipelines.divided_pipeline import divisible, sources_of
+from estimator_ext.pipelines.divided_pipeline import (
+    check_dataset,
+    divisible,
+    sources_of,
+    transformations_of,
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,31 @@
-"""Reads of the input outside of the step, which a loop of steps forbids to hooks and summaries."""
+"""Reads of the input: before the step, and outside of it.
+
+A loop of steps forbids the latter to hooks and summaries.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
 
 from estimator_ext._tf_private import add_control_inputs
+from hostopt.tensorflow.background import HOST_DEVICE
 
 _ALLOWED = "hostopt/reads_outside_of_the_loop"
+
+
+def prefetched(data: Any, depth: int) -> tf.data.Dataset:
+    """Adds prefetching, on the host, to the end of a dataset."""
+    if not isinstance(data, tf.data.Dataset):
+        raise ValueError(
+            f"RunConfig.prefetch_depth is {depth} and input_fn returned a {type(data).__name__}, "
+            "wanted a tf.data.Dataset: only a dataset can be prefetched. Return a dataset, or "
+            "leave prefetch_depth out"
+        )
+    with tf.device(HOST_DEVICE):
+        return data.prefetch(depth)
 
 
 def forbid_reads(operations: Iterable[tf.Operation], message: str) -> None:
