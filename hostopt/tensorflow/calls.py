@@ -20,6 +20,7 @@ from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow._tf_private import is_recording
 from hostopt.tensorflow.background import abort_on_error, call_in_background
+from hostopt.tensorflow.refusals import refuse_unsupported
 
 
 def call(
@@ -85,10 +86,12 @@ def shape_of_rows(tensor: tf.Tensor) -> list[Any] | None:
     return None if tensor.shape.rank is None else [None, *tensor.shape[1:]]
 
 
-def gather_rows(ring: ProcessRing, tensor: tf.Tensor, name: str) -> tf.Tensor:
+def gather_rows(
+    ring: ProcessRing, tensor: tf.Tensor, name: str, rows_by_rank: Sequence[int] | None = None
+) -> tf.Tensor:
     """Joins the tensors of all ranks along the first dimension, without a gradient."""
     (rows,) = call(
-        lambda array: [ring.named.all_gather(array, name)],
+        lambda array: [ring.named.all_gather(array, name, rows_by_rank)],
         [tensor],
         [(tensor.dtype, shape_of_rows(tensor))],
         "HostAllGather",
@@ -186,10 +189,18 @@ def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def calling(name: str) -> Iterator[ProcessRing]:
-    """Tells the other ranks if this one refuses a call, as they would wait for it."""
+def calling(
+    name: str, process_set: Any, device_dense: str = "", device_sparse: str = ""
+) -> Iterator[ProcessRing]:
+    """Tells the other ranks if this one refuses a call, as they would wait for it.
+
+    Args:
+      name: name of the call.
+      process_set, device_dense, device_sparse: arguments of the program, which may be refused.
+    """
     ring = process_ring.current()
     with telling(lambda error: ring.named.refuse(name, error)):
+        refuse_unsupported(process_set, device_dense, device_sparse)
         yield ring
 
 

@@ -29,7 +29,7 @@ from hostopt.tensorflow.calls import (
     with_gradient,
 )
 from hostopt.tensorflow.compression import Compression, wire_format_of
-from hostopt.tensorflow.refusals import choose_op, refuse_devices, refuse_process_set
+from hostopt.tensorflow.refusals import choose_op, refuse_process_set
 
 
 def allgather(
@@ -55,8 +55,7 @@ def allgather(
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("allgather", name, tensor)
-    with calling(name) as ring:
-        refuse_process_set(process_set)
+    with calling(name, process_set) as ring:
 
         def gather(value: tf.Tensor) -> Any:
             result = gather_rows(ring, value, name)
@@ -64,15 +63,8 @@ def allgather(
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 gradient_name = numbered(f"{name}_gradient")
                 (total,) = reduce_values(ring, [upstream], ReduceOp.SUM, None, gradient_name)
-                rows_name = numbered(f"{name}_rows")
                 rows = tf.shape(value)[:1]
-                (counts,) = call(
-                    lambda array: [ring.named.all_gather(array, rows_name, [1] * ring.size)],
-                    [rows],
-                    [(tf.int32, [ring.size])],
-                    "HostAllGather",
-                    rows_name,
-                )
+                counts = gather_rows(ring, rows, numbered(f"{name}_rows"), [1] * ring.size)
                 begin = tf.reduce_sum(counts[: ring.rank])
                 return total[begin : begin + rows[0]]
 
@@ -109,8 +101,7 @@ def broadcast(
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("broadcast", name, tensor)
-    with calling(name) as ring:
-        refuse_process_set(process_set)
+    with calling(name, process_set) as ring:
         check_root(root_rank, ring.size)
 
         def send(value: tf.Tensor) -> Any:
@@ -169,9 +160,7 @@ def reducescatter(
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("reducescatter", name, tensor)
-    with calling(name) as ring:
-        refuse_devices(device_dense, "")
-        refuse_process_set(process_set)
+    with calling(name, process_set, device_dense) as ring:
         op = choose_op(op, None)
         if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
             raise ConfigError(f"reducescatter has the operator {op.name}. Use SUM or AVERAGE")
@@ -245,8 +234,7 @@ def alltoall(
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("alltoall", name, tensor)
-    with calling(name) as ring:
-        refuse_process_set(process_set)
+    with calling(name, process_set) as ring:
         if tensor.shape.rank == 0:
             raise ConfigError(
                 "alltoall has a scalar, wanted a tensor with rows. Reshape it to [1]"
@@ -360,8 +348,7 @@ def barrier(process_set: Any = None, name: str | None = None) -> Any:
       HostOptError: a rank failed, left or timed out.
     """
     name = call_name("barrier", name)
-    with calling(name) as ring:
-        refuse_process_set(process_set)
+    with calling(name, process_set) as ring:
 
         def wait(*_: Any) -> list[Any]:
             ring.named.barrier(name)

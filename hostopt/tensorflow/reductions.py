@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,10 +105,7 @@ def reduce_tensors(
     """
     ordered = _in_order_of_rank_0(reductions, communicator)
     reducers = Reducers(
-        communicator,
-        _bucket_bytes(communicator),
-        lambda: NonFiniteCheck(communicator, nonfinite),
-        side_value=side_value,
+        communicator, _bucket_bytes(communicator), nonfinite, side_value=side_value
     )
     results = dict(zip(ordered, reducers.reduce(ordered, weight)))
     return [results[each] for each in reductions], reducers.opened
@@ -142,8 +139,8 @@ def reduce_in_buckets(
         return receive_on_host(tensors), None
     gradients = [Reduction(tensor, name) for tensor, name in zip(tensors, names)]
     ordered = _in_order_of_rank_0(gradients, communicator)
-    reducers = Reducers(communicator, _bucket_bytes(communicator), lambda: check)
-    sums = dict(zip(ordered, reducers.reduce_in_buckets(ordered, weight)))
+    reducers = Reducers(communicator, _bucket_bytes(communicator))
+    sums = dict(zip(ordered, reducers.reduce_in_buckets(ordered, weight, check)))
     return [sums[each] for each in gradients], reducers.buckets
 
 
@@ -155,19 +152,22 @@ def _in_order_of_rank_0(
     reductions: Sequence[Reduction], communicator: Communicator
 ) -> list[Reduction]:
     """Returns the tensors in the order in which all ranks reduce them, and must call this."""
+    setting = {"size of a bucket": f"{_bucket_bytes(communicator)} bytes"}
+    names = communicator.check_same({**setting, **describe(reductions)}, "the tensors to reduce")
     by_name = {each.name: each for each in reductions}
-    if len(by_name) < len(reductions):
-        twice = [name for name, n in Counter(each.name for each in reductions).items() if n > 1]
+    return [by_name[name] for name in names if name not in setting]
+
+
+def describe(reductions: Sequence[Reduction]) -> dict[str, str]:
+    """Describes tensors by name, in their order; no two may have the same name."""
+    counts = Counter(each.name for each in reductions)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
         raise CollectiveMismatchError(
-            f"the tensors to reduce have these names twice: {sorted(twice)}. Give each its own "
-            "name"
+            f"the tensors to reduce have these names twice: {twice}. Give each variable or "
+            "tensor its own name"
         )
-    descriptions = {name: str(each) for name, each in by_name.items()}
-    setting = "size of a bucket"
-    names = communicator.check_same(
-        {setting: f"{_bucket_bytes(communicator)} bytes", **descriptions}, "the tensors to reduce"
-    )
-    return [by_name[name] for name in names if name != setting]
+    return {each.name: str(each) for each in reductions}
 
 
 @dataclass
@@ -177,20 +177,18 @@ class Reducers:
     Repeated reductions are of the same tensors, and call the same reducers.
 
     Args:
-      new_check: makes a check of the sums; None for one with the option `nonfinite`.
+      nonfinite: as for `NonFiniteCheck`.
       wire_format: format of gradients in buckets; None for that of the option `compression`.
       side_value: integer that is summed along with the exchange.
-      wrap: makes what the operations call of a reducer that is opened.
       buckets: reducer of buckets; None before one is needed.
       exchange: reducer of all other tensors; None before one is needed.
     """
 
     communicator: Communicator
     bucket_bytes: int
-    new_check: Callable[[], NonFiniteCheck | None]
+    nonfinite: str | None = None
     wire_format: WireFormat | None = None
     side_value: SideValue | None = None
-    wrap: Callable[[Any], Any] = lambda reducer: reducer
     buckets: Any = None
     exchange: Any = None
 
@@ -198,6 +196,10 @@ class Reducers:
     def opened(self) -> list[Any]:
         """The reducers that have been needed."""
         return [each for each in (self.buckets, self.exchange) if each is not None]
+
+    def wrap(self, reducer: Any) -> Any:
+        """Returns what the operations call of a reducer that is opened."""
+        return reducer
 
     def reduce(
         self, reductions: Sequence[Reduction], weight: tf.Tensor | None = None
@@ -215,13 +217,16 @@ class Reducers:
         return [results[each] for each in reductions]
 
     def reduce_in_buckets(
-        self, gradients: Sequence[Reduction], weight: tf.Tensor | None
+        self,
+        gradients: Sequence[Reduction],
+        weight: tf.Tensor | None,
+        check: NonFiniteCheck | None = None,
     ) -> list[tf.Tensor]:
         """Adds the operations that sum dense gradients in buckets."""
         specs = [static_spec(each.value, each.name) for each in gradients]
         buckets = plan_buckets(specs, self.bucket_bytes)
         if self.buckets is None:
-            check = self.new_check()
+            check = check or NonFiniteCheck(self.communicator, self.nonfinite)
             reducer = open_reducer(self.communicator, buckets, check, self.wire_format)
             self.buckets = self.wrap(reducer)
         return reduce_planned([each.value for each in gradients], buckets, self.buckets, weight)
@@ -237,7 +242,7 @@ class Reducers:
                 [each.dense_value() for each in arrays],
                 [each.table() for each in slices],
                 # not that of the buckets: both may run at the same time
-                self.new_check(),
+                NonFiniteCheck(self.communicator, self.nonfinite),
                 self.side_value,
             )
             self.exchange = self.wrap(exchange)
