@@ -14,7 +14,7 @@ import tensorflow as tf
 from hostopt.collectives.call import Array
 from hostopt.errors import ConfigError
 from hostopt.gradients.bucket import Bucket, TensorSpec
-from hostopt.gradients.bucket_reducer import InlineReducer
+from hostopt.gradients.exchange_buffer import times
 from hostopt.gradients.reducer import Reducer
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background, in_order
 
@@ -33,16 +33,16 @@ def reduce_planned(
     with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
         for number, bucket in enumerate(buckets):
             gradients = [received[i] for i in bucket.indices]
-            # chained, as all ranks must reduce the buckets in the same order
-            if reducer.communicator.on_one_host:
-                results = _reduce_inline(reducer, weight, number, gradients, previous)
-            else:
+            launch = None
+            if not reducer.communicator.on_one_host:
                 # a session runs no launches whose sums are not fetched, and the first launch tells
                 # the reducer that the step before is over
                 with tf.control_dependencies(first_launch):
                     launch = _launch(reducer, weight, number, gradients)
                 first_launch = first_launch or [launch]
-                results = _wait(reducer, number, launch, gradients, previous)
+            # chained, as all ranks must reduce the buckets in the same order
+            with tf.control_dependencies(previous):
+                results = _sums(reducer, weight, number, gradients, launch)
             previous = results[:1]
             for index, result in zip(bucket.indices, results):
                 result.set_shape(received[index].shape)
@@ -73,49 +73,37 @@ def _launch(
         reducer.launch(number, arrays)
         return np.int32(number)
 
+    name = f"launch_{number}"
     call = abort_on_error(reducer.communicator, _weighted(launch, weight))
     (token,) = in_order(  # [G3] runs when the last gradient of the bucket is received
-        _order(reducer, f"launch_{number}"),
-        lambda *arrays: [tf.numpy_function(call, arrays, tf.int32, name=f"launch_{number}")],
+        _order(reducer, name),
+        lambda *arrays: [tf.numpy_function(call, arrays, tf.int32, name=name)],
         [*gradients, *_as_list(weight)],
         [tf.int32],
     )
     return token
 
 
-def _wait(
-    reducer: Reducer,
-    number: int,
-    launch: tf.Tensor,
-    gradients: Sequence[tf.Tensor],
-    previous: Sequence[tf.Tensor],
-) -> list[tf.Tensor]:
-    with tf.control_dependencies(previous):  # [G5]
-        return call_in_background(
-            abort_on_error(reducer.communicator, lambda _: reducer.wait(number)),
-            [launch],
-            [gradient.dtype for gradient in gradients],
-            name=f"wait_{number}",
-            order=_order(reducer, f"wait_{number}"),
-        )
-
-
-def _reduce_inline(
-    reducer: InlineReducer,
+def _sums(
+    reducer: Any,
     weight: tf.Tensor | None,
     number: int,
     gradients: Sequence[tf.Tensor],
-    previous: Sequence[tf.Tensor],
+    launch: tf.Tensor | None,
 ) -> list[tf.Tensor]:
-    call = _weighted(lambda *arrays: reducer.reduce(number, arrays), weight)
-    with tf.control_dependencies(previous):
-        return call_in_background(  # [G3] to [G5]
-            abort_on_error(reducer.communicator, call),
-            [*gradients, *_as_list(weight)],
-            [gradient.dtype for gradient in gradients],
-            name=f"reduce_{number}",
-            order=_order(reducer, f"reduce_{number}"),
-        )
+    """Adds the operation that returns the sums of a bucket; without a launch it reduces them."""
+    if launch is None:  # [G3] to [G5]
+        name, inputs = f"reduce_{number}", [*gradients, *_as_list(weight)]
+        call = _weighted(lambda *arrays: reducer.reduce(number, arrays), weight)
+    else:  # [G5]
+        name, inputs, call = f"wait_{number}", [launch], lambda _: reducer.wait(number)
+    return call_in_background(
+        abort_on_error(reducer.communicator, call),
+        inputs,
+        [gradient.dtype for gradient in gradients],
+        name,
+        _order(reducer, name),
+    )
 
 
 def _order(reducer: Any, call: str) -> str:
@@ -134,10 +122,6 @@ def _weighted(call: Callable[..., Any], weight: tf.Tensor | None) -> Callable[..
 
     def call_weighted(*arrays_and_weight: Array) -> Any:
         *arrays, factor = arrays_and_weight
-        if factor == 0:  # also removes NaN
-            arrays = [np.zeros_like(array) for array in arrays]
-        elif factor != 1:
-            arrays = [np.asarray(array * array.dtype.type(factor)) for array in arrays]
-        return call(*arrays)
+        return call(*(times(array, float(factor)) for array in arrays))
 
     return call_weighted

@@ -343,9 +343,6 @@ def barrier(process_set: Any = None, name: str | None = None) -> Any:
 
     Returns:
       In a graph the operation that waits; None if called eagerly.
-
-    Raises:
-      HostOptError: a rank failed, left or timed out.
     """
     name = call_name("barrier", name)
     with calling(name, process_set) as ring:

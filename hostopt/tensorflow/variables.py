@@ -36,7 +36,6 @@ def broadcast_variables(
     Raises:
       ConfigError: `root_rank` is not a rank.
       CollectiveMismatchError: two ranks have different variables.
-      HostOptError: a rank failed, left or timed out.
     """
     del inplace
     variables = list(variables)
