@@ -17,11 +17,6 @@ __all__ = ["PartialDistributedOptimizer", "allgather", "allreduce", "broadcast",
 __all__ += _names.__all__
 
 
-def allgather(value: Any, name: str | None = None) -> Any:
-    """Joins the values of all ranks along the first dimension."""
-    return hvd.allgather(value, name)
-
-
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Returns the value of one rank."""
     return hvd.broadcast(value, root_rank, name)
@@ -72,9 +67,11 @@ OPTIMIZER = (
     "optimizer name device_dense device_sparse compression sparse_as_dense "
     "gradient_predivide_factor op"
 )
-_ALLREDUCE = "value name average prescale_factor postscale_factor op compression"
 
-allreduce = reordered(_ALLREDUCE)(hvd.allreduce)
+allgather = reordered("value name")(hvd.allgather)
+allreduce = reordered("value name average prescale_factor postscale_factor op compression")(
+    hvd.allreduce
+)
 
 DistributedOptimizer = reordered(
     f"{OPTIMIZER} backward_passes_per_step average_aggregated_gradients num_groups groups "

@@ -57,20 +57,15 @@ def allgather(
     name = call_name("allgather", name, tensor)
     with calling(name, process_set) as ring:
 
-        def gather(value: tf.Tensor) -> Any:
-            result = gather_rows(ring, value, name)
+        def gradient(_: Any, upstream: tf.Tensor) -> tf.Tensor:
+            gradient_name = numbered(f"{name}_gradient")
+            (total,) = reduce_values(ring, [upstream], ReduceOp.SUM, None, gradient_name)
+            rows = tf.shape(tensor)[:1]
+            counts = gather_rows(ring, rows, numbered(f"{name}_rows"), [1] * ring.size)
+            begin = tf.reduce_sum(counts[: ring.rank])
+            return total[begin : begin + rows[0]]
 
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                gradient_name = numbered(f"{name}_gradient")
-                (total,) = reduce_values(ring, [upstream], ReduceOp.SUM, None, gradient_name)
-                rows = tf.shape(value)[:1]
-                counts = gather_rows(ring, rows, numbered(f"{name}_rows"), [1] * ring.size)
-                begin = tf.reduce_sum(counts[: ring.rank])
-                return total[begin : begin + rows[0]]
-
-            return result, gradient
-
-        return with_gradient(gather, tensor)
+        return with_gradient(lambda value: gather_rows(ring, value, name), gradient, tensor)
 
 
 def broadcast(
@@ -104,23 +99,21 @@ def broadcast(
     with calling(name, process_set) as ring:
         check_root(root_rank, ring.size)
 
-        def send(value: tf.Tensor) -> Any:
-            (result,) = broadcast_values(ring, [value], root_rank, name)
+        def send(value: tf.Tensor) -> tf.Tensor:
+            return broadcast_values(ring, [value], root_rank, name)[0]
 
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                gradient_name = numbered(f"{name}_gradient")
+        def gradient(_: Any, upstream: tf.Tensor) -> tf.Tensor:
+            gradient_name = numbered(f"{name}_gradient")
 
-                def sum_on_root(array: Array) -> list[Array]:
-                    (total,) = ring.named.all_reduce([array], gradient_name)
-                    # a zero that TensorFlow computed itself would let it leave out the call
-                    return [total if ring.rank == root_rank else np.zeros_like(total)]
+            def sum_on_root(array: Array) -> list[Array]:
+                (total,) = ring.named.all_reduce([array], gradient_name)
+                # a zero that TensorFlow computed itself would let it leave out the call
+                return [total if ring.rank == root_rank else np.zeros_like(total)]
 
-                output = upstream.dtype, upstream.shape
-                return call(sum_on_root, [upstream], [output], "HostAllReduce", gradient_name)[0]
+            output = upstream.dtype, upstream.shape
+            return call(sum_on_root, [upstream], [output], "HostAllReduce", gradient_name)[0]
 
-            return result, gradient
-
-        return with_gradient(send, tensor)
+        return with_gradient(send, gradient, tensor)
 
 
 def reducescatter(
@@ -173,36 +166,25 @@ def reducescatter(
 
 
 def _scatter(ring: ProcessRing, tensor: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
-    shape = shape_of_rows(tensor)
+    def scatter(value: tf.Tensor) -> tf.Tensor:
+        def run(array: Array) -> list[Array]:
+            return [ring.named.reduce_scatter(array, name, op)]
 
-    def scatter(value: tf.Tensor) -> Any:
-        (result,) = call(
-            lambda array: [ring.named.reduce_scatter(array, name, op)],
-            [value],
-            [(value.dtype, shape)],
-            "HostReduceScatter",
-            name,
-        )
+        output = value.dtype, shape_of_rows(value)
+        return call(run, [value], [output], "HostReduceScatter", name)[0]
 
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            gradient_name = numbered(f"{name}_gradient")
+    def gradient(_: Any, upstream: tf.Tensor) -> tf.Tensor:
+        gradient_name = numbered(f"{name}_gradient")
 
-            def gather(array: Array, total: Array) -> list[Array]:
-                counts = [part.stop - part.start for part in chunk_slices(int(total), ring.size)]
-                return [ring.named.all_gather(array, gradient_name, counts)]
+        def gather(array: Array, total: Array) -> list[Array]:
+            counts = [part.stop - part.start for part in chunk_slices(int(total), ring.size)]
+            return [ring.named.all_gather(array, gradient_name, counts)]
 
-            (rows,) = call(
-                gather,
-                [upstream, tf.shape(value)[0]],
-                [(upstream.dtype, value.shape)],
-                "HostAllGather",
-                gradient_name,
-            )
-            return scale(rows, 1 / ring.size if op is ReduceOp.AVERAGE else 1.0)
+        inputs, output = [upstream, tf.shape(tensor)[0]], (upstream.dtype, tensor.shape)
+        (rows,) = call(gather, inputs, [output], "HostAllGather", gradient_name)
+        return scale(rows, 1 / ring.size if op is ReduceOp.AVERAGE else 1.0)
 
-        return result, gradient
-
-    return with_gradient(scatter, tensor)
+    return with_gradient(scatter, gradient, tensor)
 
 
 def alltoall(
@@ -268,16 +250,13 @@ def _exchange(ring: ProcessRing, tensor: tf.Tensor, split_sizes: tf.Tensor, name
         outputs = [(value.dtype, shape), (tf.int32, [ring.size])]
         return call(run, [value, sizes], outputs, "HostAllToAll", call_name_)
 
-    def send(value: tf.Tensor, sizes: tf.Tensor) -> Any:
-        result, received = exchange(value, sizes, name)
+    def gradient(results: Sequence[tf.Tensor], upstream: tf.Tensor, _: Any) -> Any:
+        _, received = results
+        return exchange(upstream, received, numbered(f"{name}_gradient"))[0], None
 
-        def gradient(upstream: tf.Tensor, _: Any) -> Any:
-            gradient_name = numbered(f"{name}_gradient")
-            return exchange(upstream, received, gradient_name)[0], None
-
-        return (result, received), gradient
-
-    return with_gradient(send, tensor, split_sizes)
+    return with_gradient(
+        lambda value, sizes: exchange(value, sizes, name), gradient, tensor, split_sizes
+    )
 
 
 def grouped_allgather(

@@ -248,9 +248,8 @@ def _increment(steps: Any) -> Any:
 
 
 def _accumulator(self: Any) -> GradientAccumulator:
-    if "_hostopt_accumulator" not in vars(self):
-        self._hostopt_accumulator = GradientAccumulator(self._hostopt_steps)
-    accumulator: GradientAccumulator = self._hostopt_accumulator
+    new = GradientAccumulator(self._hostopt_steps)
+    accumulator: GradientAccumulator = vars(self).setdefault("_hostopt_accumulator", new)
     return accumulator
 
 

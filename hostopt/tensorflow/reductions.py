@@ -25,7 +25,7 @@ from hostopt.gradients.reducer import AnyReducer, open_reducer
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 from hostopt.tensorflow.buckets import receive_on_host, reduce_planned, static_spec
 from hostopt.tensorflow.ops import all_reduce
-from hostopt.tensorflow.sparse import values_of
+from hostopt.tensorflow.sparse import map_values, values_of
 
 # A rank receives at most this many bytes of dense arrays in an exchange, which sends all arrays to
 # all ranks. Larger ones are reduced in buckets, or in separate operations.
@@ -368,10 +368,7 @@ def check_gradients(
             flags = tf.stack(finite)
         token = tf.numpy_function(abort_on_error(communicator, run), [flags], tf.int32)
         with tf.control_dependencies([token]):  # backward computes this one last
-            if isinstance(first, tf.IndexedSlices):
-                rows = tf.identity(first.values)
-                return [tf.IndexedSlices(rows, first.indices, first.dense_shape), *rest]
-            return [tf.identity(first), *rest]
+            return [map_values(tf.identity, first), *rest]
 
 
 def _is_finite(tensor: tf.Tensor) -> tf.Tensor:
