@@ -1,31 +1,31 @@
-"""Reduction of all tensors of a step: large gradients in buckets, the others in one exchange."""
+"""Reduction of all tensors of a step: large gradients in buckets, the others in one exchange.
+
+[G2] to [G5] are steps of "Path of a gradient" in docs/architecture.md.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import CollectiveMismatchError, ConfigError
-from hostopt.gradients.bucket import plan_buckets
+from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
 from hostopt.gradients.bucket_reducer import BucketReducer
-from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table
+from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table, times
 from hostopt.gradients.fused_exchange import FusedExchange, SideValue
 from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducer import AnyReducer, open_reducer
-from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
-from hostopt.tensorflow.buckets import receive_on_host, reduce_planned, static_spec
+from hostopt.gradients.reducer import AnyReducer, Reducer, open_reducer
+from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background, in_order
 from hostopt.tensorflow.ops import all_reduce
-from hostopt.tensorflow.sparse import map_values, values_of
 
 # A rank receives at most this many bytes of dense arrays in an exchange, which sends all arrays to
 # all ranks. Larger ones are reduced in buckets, or in separate operations.
@@ -58,7 +58,7 @@ class Reduction:
     def dense_value(self) -> DenseValue:
         """Returns the description of a dense tensor for the exchange."""
         self._check_dtype(self.value.dtype)
-        return DenseValue(static_spec(self.value, self.name), self.op, self.is_gradient)
+        return DenseValue(_static_spec(self.value, self.name), self.op, self.is_gradient)
 
     def table(self) -> Table:
         """Returns the description of a sparse gradient for the exchange."""
@@ -78,6 +78,21 @@ class Reduction:
             return str(self.table())
         spec = self.dense_value().spec
         return str(spec) if self.is_gradient else f"{self.op.value} of {spec}"
+
+
+def _static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
+    """Returns the spec of a tensor, whose shape must be static."""
+    if not tensor.shape.is_fully_defined():
+        raise ConfigError(
+            f"the gradient of {name!r} has the shape {tensor.shape}, wanted a static one. Set the "
+            "shape of the variable, or set_shape of the gradient"
+        )
+    return TensorSpec(name, tuple(tensor.shape.as_list()), _numpy(tensor.dtype))
+
+
+def _numpy(dtype: tf.DType) -> np.dtype[Any]:
+    result: np.dtype[Any] = np.dtype(dtype.as_numpy_dtype)
+    return result
 
 
 def reduce_tensors(
@@ -107,7 +122,7 @@ def reduce_tensors(
     reducers = Reducers(
         communicator, _bucket_bytes(communicator), nonfinite, side_value=side_value
     )
-    results = dict(zip(ordered, reducers.reduce(ordered, weight)))
+    results = dict(zip(ordered, reducers.reduce(ordered, _as_list(weight))))
     return [results[each] for each in reductions], reducers.opened
 
 
@@ -136,12 +151,16 @@ def reduce_in_buckets(
       CollectiveMismatchError: two ranks reduce different gradients.
     """
     if communicator.size == 1:
-        return receive_on_host(tensors), None
+        return _receive_on_host(tensors), None
     gradients = [Reduction(tensor, name) for tensor, name in zip(tensors, names)]
     ordered = _in_order_of_rank_0(gradients, communicator)
     reducers = Reducers(communicator, _bucket_bytes(communicator))
-    sums = dict(zip(ordered, reducers.reduce_in_buckets(ordered, weight, check)))
+    sums = dict(zip(ordered, reducers.reduce_in_buckets(ordered, _as_list(weight), check)))
     return [sums[each] for each in gradients], reducers.buckets
+
+
+def _as_list(weight: tf.Tensor | None) -> list[tf.Tensor]:
+    return [] if weight is None else [weight]
 
 
 def _bucket_bytes(communicator: Communicator) -> int:
@@ -202,16 +221,20 @@ class Reducers:
         return reducer
 
     def reduce(
-        self, reductions: Sequence[Reduction], weight: tf.Tensor | None = None
+        self, reductions: Sequence[Reduction], weights: Sequence[tf.Tensor] = ()
     ) -> list[Any]:
-        """Adds the operations that reduce tensors, which all ranks give in the same order."""
+        """Adds the operations that reduce tensors, which all ranks give in the same order.
+
+        Args:
+          weights: float64 scalar that multiplies this rank's gradients, or nothing for 1.
+        """
         parts = _split(reductions, self.communicator)
         results: dict[Reduction, Any] = {}
         if parts.in_buckets:
-            sums = self.reduce_in_buckets(parts.in_buckets, weight)
+            sums = self.reduce_in_buckets(parts.in_buckets, weights)
             results.update(zip(parts.in_buckets, sums))
         if parts.in_exchange:
-            results.update(self._exchange(parts.in_exchange, weight))
+            results.update(self._exchange(parts.in_exchange, weights))
         for each in parts.separate:
             results[each] = all_reduce(each.value, self.communicator, each.op, each.name)
         return [results[each] for each in reductions]
@@ -219,20 +242,20 @@ class Reducers:
     def reduce_in_buckets(
         self,
         gradients: Sequence[Reduction],
-        weight: tf.Tensor | None,
+        weights: Sequence[tf.Tensor],
         check: NonFiniteCheck | None = None,
     ) -> list[tf.Tensor]:
         """Adds the operations that sum dense gradients in buckets."""
-        specs = [static_spec(each.value, each.name) for each in gradients]
+        specs = [_static_spec(each.value, each.name) for each in gradients]
         buckets = plan_buckets(specs, self.bucket_bytes)
         if self.buckets is None:
             check = check or NonFiniteCheck(self.communicator, self.nonfinite)
             reducer = open_reducer(self.communicator, buckets, check, self.wire_format)
             self.buckets = self.wrap(reducer)
-        return reduce_planned([each.value for each in gradients], buckets, self.buckets, weight)
+        return _reduce_planned([each.value for each in gradients], buckets, self.buckets, weights)
 
     def _exchange(
-        self, reductions: Sequence[Reduction], weight: tf.Tensor | None
+        self, reductions: Sequence[Reduction], weights: Sequence[tf.Tensor]
     ) -> dict[Reduction, Any]:
         arrays = [each for each in reductions if not each.is_sparse]
         slices = [each for each in reductions if each.is_sparse]
@@ -246,7 +269,7 @@ class Reducers:
                 self.side_value,
             )
             self.exchange = self.wrap(exchange)
-        return _exchange_operations(arrays, slices, self.exchange, weight)
+        return _exchange_operations(arrays, slices, self.exchange, weights)
 
 
 def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
@@ -266,7 +289,7 @@ def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Part
     """Decides how each tensor is reduced."""
     limit = _SMALL_BYTES / max(1, communicator.size - 1)
     dense = [each for each in reductions if not each.is_sparse]
-    nbytes = {each: static_spec(each.value, each.name).nbytes for each in dense}
+    nbytes = {each: _static_spec(each.value, each.name).nbytes for each in dense}
     gradients = [each for each in dense if each.is_gradient]
     if sum(nbytes[each] for each in gradients) <= min(limit, _bucket_bytes(communicator)):
         gradients = []
@@ -275,11 +298,111 @@ def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Part
     return _Parts([each for each in reductions if each not in large], gradients, separate)
 
 
+# -- large gradients in buckets ----------------------------------------------------------------
+
+
+def _reduce_planned(
+    tensors: Sequence[tf.Tensor],
+    buckets: Sequence[Bucket],
+    reducer: Any,
+    weights: Sequence[tf.Tensor],
+) -> list[tf.Tensor]:
+    """Adds the operations that reduce gradients with an `InlineReducer` or a `Reducer`."""
+    received = _receive_on_host(tensors)
+    reduced: dict[int, tf.Tensor] = {}
+    previous: list[tf.Tensor] = []
+    first_launch: list[tf.Tensor] = []
+    with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
+        for number, bucket in enumerate(buckets):
+            gradients = [received[i] for i in bucket.indices]
+            launch = None
+            if not reducer.communicator.on_one_host:
+                # a session runs no launches whose sums are not fetched, and the first launch tells
+                # the reducer that the step before is over
+                with tf.control_dependencies(first_launch):
+                    launch = _launch(reducer, number, gradients, weights)
+                first_launch = first_launch or [launch]
+            # chained, as all ranks must reduce the buckets in the same order
+            with tf.control_dependencies(previous):
+                results = _sums(reducer, number, gradients, weights, launch)
+            previous = results[:1]
+            for index, result in zip(bucket.indices, results):
+                result.set_shape(received[index].shape)
+                reduced[index] = result
+    return [reduced[index] for index in range(len(received))]
+
+
+def _receive_on_host(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """[G2] Receives each gradient on the host, as soon as it is computed."""
+    with tf.device(HOST_DEVICE):
+        return [tf.identity(tensor) for tensor in tensors]
+
+
+def _launch(
+    reducer: Reducer, number: int, gradients: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]
+) -> tf.Tensor:
+    def launch(*arrays: Array) -> Any:
+        reducer.launch(number, arrays)
+        return np.int32(number)
+
+    name = f"launch_{number}"
+    call = abort_on_error(reducer.communicator, _weighted(launch, weights))
+    (token,) = in_order(  # [G3] runs when the last gradient of the bucket is received
+        _order(reducer, name),
+        lambda *arrays: [tf.numpy_function(call, arrays, tf.int32, name=name)],
+        [*gradients, *weights],
+        [tf.int32],
+    )
+    return token
+
+
+def _sums(
+    reducer: Any,
+    number: int,
+    gradients: Sequence[tf.Tensor],
+    weights: Sequence[tf.Tensor],
+    launch: tf.Tensor | None,
+) -> list[tf.Tensor]:
+    """Adds the operation that returns the sums of a bucket; without a launch it reduces them."""
+    if launch is None:  # [G3] to [G5]
+        name, inputs = f"reduce_{number}", [*gradients, *weights]
+        call = _weighted(lambda *arrays: reducer.reduce(number, arrays), weights)
+    else:  # [G5]
+        name, inputs, call = f"wait_{number}", [launch], lambda _: reducer.wait(number)
+    return call_in_background(
+        abort_on_error(reducer.communicator, call),
+        inputs,
+        [gradient.dtype for gradient in gradients],
+        name,
+        _order(reducer, name),
+    )
+
+
+def _order(reducer: Any, call: str) -> str:
+    """Returns the key of the operations that make the same call of a reducer in each step."""
+    return f"channel {reducer.communicator.channel}: {call}"
+
+
+def _weighted(call: Callable[..., Any], weights: Sequence[tf.Tensor]) -> Callable[..., Any]:
+    """Wraps `call`: the last argument is a weight, which multiplies the other arguments."""
+    if not weights:
+        return call
+
+    def call_weighted(*arrays_and_weight: Array) -> Any:
+        *arrays, factor = arrays_and_weight
+        return call(*(times(array, float(factor)) for array in arrays))
+
+    return call_weighted
+
+
+# -- all other tensors in an exchange ------------------------------------------------------------
+
+
 def _exchange_operations(
     arrays: Sequence[Reduction],
     slices: Sequence[Reduction],
     exchange: Any,
-    weight: tf.Tensor | None,
+    weights: Sequence[tf.Tensor],
 ) -> dict[Reduction, Any]:
     """Adds the operation that reduces dense tensors and sparse gradients with an exchange."""
     kinds = [[slices[table] for table in kind] for kind in exchange.kinds]
@@ -287,10 +410,8 @@ def _exchange_operations(
         inputs = [each.value for each in arrays]
         inputs += [part for kind in kinds for part in _join(kind)]
         outputs = call_in_background(
-            abort_on_error(
-                exchange.communicator, _runner(exchange, len(arrays), weight is not None)
-            ),
-            [*inputs, *([] if weight is None else [weight])],
+            abort_on_error(exchange.communicator, _runner(exchange, len(arrays), bool(weights))),
+            [*inputs, *weights],
             [each.dtype for each in inputs],
             name="HostExchange",
             order=f"channel {exchange.communicator.channel}",
@@ -337,48 +458,3 @@ def _runner(exchange: FusedExchange, count: int, is_weighted: bool) -> Any:
         return [*arrays, *(part for each in sums for part in each)]
 
     return run
-
-
-def _numpy(dtype: tf.DType) -> np.dtype[Any]:
-    result: np.dtype[Any] = np.dtype(dtype.as_numpy_dtype)
-    return result
-
-
-def check_gradients(
-    values: Sequence[Any], names: Sequence[str], communicator: Communicator, check: NonFiniteCheck
-) -> list[Any]:
-    """Checks the gradients of a single rank, at least one, which are not reduced.
-
-    Returns:
-      The same gradients. The first one depends on the check of all.
-    """
-    steps = itertools.count()
-
-    def run(finite: Array) -> Any:
-        nonfinite = {name: "NaN or Inf" for name, good in zip(names, finite) if not good}
-        call = CollectiveCall(0, next(steps), name="the gradients of one rank")
-        check.check(call, not nonfinite, lambda: nonfinite, lambda: nonfinite)
-        return np.int32(0)
-
-    first, *rest = values
-    with tf.device(HOST_DEVICE), tf.name_scope("host_check"):
-        finite = [_is_finite(values_of(value)) for value in values]
-        (device, _), *_ = Counter(each.device for each in finite).most_common(1)
-        with tf.device(device):  # one copy of all flags
-            flags = tf.stack(finite)
-        token = tf.numpy_function(abort_on_error(communicator, run), [flags], tf.int32)
-        with tf.control_dependencies([token]):  # backward computes this one last
-            return [map_values(tf.identity, first), *rest]
-
-
-def _is_finite(tensor: tf.Tensor) -> tf.Tensor:
-    """Checks a gradient where backward computes it, as its memory is faster than the host's."""
-    while tensor.op.type == "Identity":  # its copy on the host
-        (source,) = tensor.op.inputs
-        if source.dtype != source.dtype.base_dtype:
-            break  # a variable of TensorFlow 1, which may have another value by now
-        tensor = source
-    with tf.device(tensor.device):
-        if tensor.dtype.is_floating:
-            return tf.reduce_all(tf.math.is_finite(tensor))
-        return tf.constant(True)
