@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hostopt import process_ring
-from hostopt.by_name.join import Announcement, Joining
+from hostopt.by_name.join import Announcement
 from hostopt.by_name.named import NamedCollectives
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
@@ -262,14 +262,28 @@ class GradientGroup(Reducers):
         self._named.joining.replay_with(self.communicator.name, self._take_part)
         return results
 
-    def wrap(self, reducer: Any) -> _Announced:
-        """Returns a reducer that announces its calls."""
-        return _Announced(reducer, self.communicator.name, self._named.joining, self._check)
+    def begin(self, bucket: int | None) -> None:
+        """Announces a call to ranks that have joined; checks the group before the first call."""
+        details = {} if bucket is None else {"bucket": bucket}
+        channel = self.communicator.name
+        self._named.joining.begin(channel, _name_of_call(bucket), lambda: details)
+        self._check()
+
+    def end(self, bucket: int | None) -> None:
+        """Notes the end of a call."""
+        self._named.joining.end(self.communicator.name, _name_of_call(bucket))
 
     def _take_part(self, announcement: Announcement) -> None:
-        """Makes a call of other ranks after this rank has joined."""
+        """Makes a call of other ranks, with values that change nothing: this rank has joined."""
         bucket = announcement.details.get("bucket")
-        (self.exchange if bucket is None else self.buckets).take_part(bucket)
+        if bucket is None:
+            arrays, rows = self.exchange.zeros()
+            self.run_exchange(arrays, rows, 1.0)
+        elif self.buckets.communicator.on_one_host:
+            self.sum_inline(bucket, self.buckets.zeros(bucket))
+        else:
+            self.launch(bucket, self.buckets.zeros(bucket))
+            self.wait(bucket)
 
     def _check(self) -> None:
         """Compares the gradients of all ranks, in the first step."""
@@ -308,58 +322,6 @@ def _without_model_name(table: dict[str, str]) -> dict[str, str]:
     if len({path[0] for path in paths}) > 1 or any(len(path) < 3 for path in paths):
         return table
     return {name.partition("/")[2] or name: value for name, value in table.items()}
-
-
-class _Announced:
-    """A reducer that announces its calls, and checks its group before the first one.
-
-    The number of a bucket stands for its call, and None for that of the exchange.
-    """
-
-    def __init__(self, reducer: Any, kind: str, joining: Joining, check: Any) -> None:
-        self._reducer = reducer
-        self._kind = kind
-        self._joining = joining
-        self._check = check
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-    def reduce(self, bucket: int, arrays: Any) -> Any:
-        self._begin(bucket)
-        return self._end(bucket, self._reducer.reduce(bucket, arrays))
-
-    def launch(self, bucket: int, arrays: Any) -> None:
-        self._begin(bucket)
-        self._reducer.launch(bucket, arrays)
-
-    def wait(self, bucket: int) -> Any:
-        return self._end(bucket, self._reducer.wait(bucket))
-
-    def run(self, arrays: Any, rows: Any, weight: float) -> Any:
-        self._begin(None)
-        return self._end(None, self._reducer.run(arrays, rows, weight))
-
-    def take_part(self, bucket: int | None) -> None:
-        """Makes a call with values that change nothing."""
-        self._check()
-        if bucket is None:
-            arrays, rows = self._reducer.zeros()
-            self.run(arrays, rows, 1.0)
-        elif self.communicator.on_one_host:
-            self.reduce(bucket, self._reducer.zeros(bucket))
-        else:
-            self.launch(bucket, self._reducer.zeros(bucket))
-            self.wait(bucket)
-
-    def _begin(self, bucket: int | None) -> None:
-        details = {} if bucket is None else {"bucket": bucket}
-        self._joining.begin(self._kind, _name_of_call(bucket), lambda: details)
-        self._check()
-
-    def _end(self, bucket: int | None, result: Any) -> Any:
-        self._joining.end(self._kind, _name_of_call(bucket))
-        return result
 
 
 def _name_of_call(bucket: int | None) -> str:

@@ -23,7 +23,7 @@ from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table, times
 from hostopt.gradients.fused_exchange import FusedExchange, SideValue
 from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducer import AnyReducer, Reducer, open_reducer
+from hostopt.gradients.reducer import AnyReducer, open_reducer
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background, in_order
 from hostopt.tensorflow.ops import all_reduce
 
@@ -216,10 +216,6 @@ class Reducers:
         """The reducers that have been needed."""
         return [each for each in (self.buckets, self.exchange) if each is not None]
 
-    def wrap(self, reducer: Any) -> Any:
-        """Returns what the operations call of a reducer that is opened."""
-        return reducer
-
     def reduce(
         self, reductions: Sequence[Reduction], weights: Sequence[tf.Tensor] = ()
     ) -> list[Any]:
@@ -239,6 +235,43 @@ class Reducers:
             results[each] = all_reduce(each.value, self.communicator, each.op, each.name)
         return [results[each] for each in reductions]
 
+    # -- calls of the reducers in a step -------------------------------------------------------
+
+    def begin(self, bucket: int | None) -> None:
+        """Begins the call for a bucket, or for the exchange if it is None."""
+
+    def end(self, bucket: int | None) -> None:
+        """Ends the call for a bucket, or for the exchange if it is None."""
+
+    def launch(self, bucket: int, arrays: Sequence[Array]) -> None:
+        """Launches a bucket; see `Reducer.launch`."""
+        self.begin(bucket)
+        self.buckets.launch(bucket, arrays)
+
+    def wait(self, bucket: int) -> list[Array]:
+        """Returns the sums of a bucket that is launched; see `Reducer.wait`."""
+        sums: list[Array] = self.buckets.wait(bucket)
+        self.end(bucket)
+        return sums
+
+    def sum_inline(self, bucket: int, arrays: Sequence[Array]) -> list[Array]:
+        """Sums a bucket over the ranks of one host; see `InlineReducer.reduce`."""
+        self.begin(bucket)
+        sums: list[Array] = self.buckets.reduce(bucket, arrays)
+        self.end(bucket)
+        return sums
+
+    def run_exchange(
+        self, arrays: Sequence[Array], rows: Sequence[Rows], weight: float
+    ) -> tuple[list[Array], list[Rows]]:
+        """Reduces small tensors and sparse gradients; see `FusedExchange.run`."""
+        self.begin(None)
+        results: tuple[list[Array], list[Rows]] = self.exchange.run(arrays, rows, weight)
+        self.end(None)
+        return results
+
+    # -- large gradients in buckets ------------------------------------------------------------
+
     def reduce_in_buckets(
         self,
         gradients: Sequence[Reduction],
@@ -250,9 +283,73 @@ class Reducers:
         buckets = plan_buckets(specs, self.bucket_bytes)
         if self.buckets is None:
             check = check or NonFiniteCheck(self.communicator, self.nonfinite)
-            reducer = open_reducer(self.communicator, buckets, check, self.wire_format)
-            self.buckets = self.wrap(reducer)
-        return _reduce_planned([each.value for each in gradients], buckets, self.buckets, weights)
+            self.buckets = open_reducer(self.communicator, buckets, check, self.wire_format)
+        return self._bucket_operations([each.value for each in gradients], buckets, weights)
+
+    def _bucket_operations(
+        self,
+        tensors: Sequence[tf.Tensor],
+        buckets: Sequence[Bucket],
+        weights: Sequence[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        received = _receive_on_host(tensors)
+        reduced: dict[int, tf.Tensor] = {}
+        previous: list[tf.Tensor] = []
+        first_launch: list[tf.Tensor] = []
+        with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
+            for number, bucket in enumerate(buckets):
+                values = [received[i] for i in bucket.indices]
+                launch = None
+                if not self.buckets.communicator.on_one_host:
+                    # a session runs no launches whose sums are not fetched, and the first launch
+                    # tells the reducer that the step before is over
+                    with tf.control_dependencies(first_launch):
+                        launch = self._launch_operation(number, values, weights)
+                    first_launch = first_launch or [launch]
+                # chained, as all ranks must reduce the buckets in the same order
+                with tf.control_dependencies(previous):
+                    results = self._sums_operation(number, values, weights, launch)
+                previous = results[:1]
+                for index, result in zip(bucket.indices, results):
+                    result.set_shape(received[index].shape)
+                    reduced[index] = result
+        return [reduced[index] for index in range(len(received))]
+
+    def _launch_operation(
+        self, number: int, values: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]
+    ) -> tf.Tensor:
+        def launch(*arrays: Array) -> Any:
+            self.launch(number, arrays)
+            return np.int32(number)
+
+        name, channel = f"launch_{number}", self.buckets.communicator
+        call = abort_on_error(channel, _weighted(launch, weights))
+        (token,) = in_order(  # [G3] runs when the last gradient of the bucket is received
+            _order(channel, name),
+            lambda *arrays: [tf.numpy_function(call, arrays, tf.int32, name=name)],
+            [*values, *weights],
+            [tf.int32],
+        )
+        return token
+
+    def _sums_operation(
+        self,
+        number: int,
+        values: Sequence[tf.Tensor],
+        weights: Sequence[tf.Tensor],
+        launch: tf.Tensor | None,
+    ) -> list[tf.Tensor]:
+        if launch is None:  # [G3] to [G5]
+            name, inputs = f"reduce_{number}", [*values, *weights]
+            call = _weighted(lambda *arrays: self.sum_inline(number, arrays), weights)
+        else:  # [G5]
+            name, inputs, call = f"wait_{number}", [launch], lambda _: self.wait(number)
+        channel = self.buckets.communicator
+        dtypes = [each.dtype for each in values]
+        call = abort_on_error(channel, call)
+        return call_in_background(call, inputs, dtypes, name, _order(channel, name))
+
+    # -- all other tensors in an exchange ------------------------------------------------------
 
     def _exchange(
         self, reductions: Sequence[Reduction], weights: Sequence[tf.Tensor]
@@ -260,7 +357,7 @@ class Reducers:
         arrays = [each for each in reductions if not each.is_sparse]
         slices = [each for each in reductions if each.is_sparse]
         if self.exchange is None:
-            exchange = FusedExchange(
+            self.exchange = FusedExchange(
                 self.communicator.duplicate("small tensors and sparse gradients"),
                 [each.dense_value() for each in arrays],
                 [each.table() for each in slices],
@@ -268,68 +365,39 @@ class Reducers:
                 NonFiniteCheck(self.communicator, self.nonfinite),
                 self.side_value,
             )
-            self.exchange = self.wrap(exchange)
-        return _exchange_operations(arrays, slices, self.exchange, weights)
+        kinds = [[slices[table] for table in kind] for kind in self.exchange.kinds]
+        with tf.device(HOST_DEVICE), tf.name_scope("host_exchange"):
+            inputs = [each.value for each in arrays]
+            inputs += [part for kind in kinds for part in _join(kind)]
+            outputs = self._exchange_operation(inputs, len(arrays), weights)
+            results: dict[Reduction, Any] = dict(zip(arrays, outputs))
+            for each in arrays:
+                results[each].set_shape(each.value.shape)
+            parts = outputs[len(arrays) :]
+            for kind, counts, indices, values in zip(kinds, parts[::3], parts[1::3], parts[2::3]):
+                results.update(_split_rows(kind, counts, indices, values))
+        return results
 
+    def _exchange_operation(
+        self, inputs: Sequence[tf.Tensor], count: int, weights: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        is_weighted = bool(weights)
 
-def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
-    """Returns True if `reduce_tensors` needs an exchange: not all tensors are large and dense."""
-    return bool(_split(reductions, communicator).in_exchange)
+        def run(*inputs: Array) -> list[Array]:  # arrays, rows of each kind, and a weight
+            weight = float(inputs[-1]) if is_weighted else 1.0
+            parts = inputs[count : len(inputs) - is_weighted]
+            rows = [Rows(*each) for each in zip(parts[::3], parts[1::3], parts[2::3])]
+            arrays, sums = self.run_exchange(inputs[:count], rows, weight)
+            return [*arrays, *(part for each in sums for part in each)]
 
-
-class _Parts(NamedTuple):
-    """Tensors by the way in which they are reduced."""
-
-    in_exchange: list[Reduction]  # all others
-    in_buckets: list[Reduction]  # dense gradients, if their total size is large
-    separate: list[Reduction]  # large dense tensors that are no gradients
-
-
-def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Parts:
-    """Decides how each tensor is reduced."""
-    limit = _SMALL_BYTES / max(1, communicator.size - 1)
-    dense = [each for each in reductions if not each.is_sparse]
-    nbytes = {each: _static_spec(each.value, each.name).nbytes for each in dense}
-    gradients = [each for each in dense if each.is_gradient]
-    if sum(nbytes[each] for each in gradients) <= min(limit, _bucket_bytes(communicator)):
-        gradients = []
-    separate = [each for each in dense if not each.is_gradient and nbytes[each] > limit]
-    large = {*gradients, *separate}
-    return _Parts([each for each in reductions if each not in large], gradients, separate)
-
-
-# -- large gradients in buckets ----------------------------------------------------------------
-
-
-def _reduce_planned(
-    tensors: Sequence[tf.Tensor],
-    buckets: Sequence[Bucket],
-    reducer: Any,
-    weights: Sequence[tf.Tensor],
-) -> list[tf.Tensor]:
-    """Adds the operations that reduce gradients with an `InlineReducer` or a `Reducer`."""
-    received = _receive_on_host(tensors)
-    reduced: dict[int, tf.Tensor] = {}
-    previous: list[tf.Tensor] = []
-    first_launch: list[tf.Tensor] = []
-    with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
-        for number, bucket in enumerate(buckets):
-            gradients = [received[i] for i in bucket.indices]
-            launch = None
-            if not reducer.communicator.on_one_host:
-                # a session runs no launches whose sums are not fetched, and the first launch tells
-                # the reducer that the step before is over
-                with tf.control_dependencies(first_launch):
-                    launch = _launch(reducer, number, gradients, weights)
-                first_launch = first_launch or [launch]
-            # chained, as all ranks must reduce the buckets in the same order
-            with tf.control_dependencies(previous):
-                results = _sums(reducer, number, gradients, weights, launch)
-            previous = results[:1]
-            for index, result in zip(bucket.indices, results):
-                result.set_shape(received[index].shape)
-                reduced[index] = result
-    return [reduced[index] for index in range(len(received))]
+        channel = self.exchange.communicator
+        return call_in_background(
+            abort_on_error(channel, run),
+            [*inputs, *weights],
+            [each.dtype for each in inputs],
+            name="HostExchange",
+            order=f"channel {channel.channel}",
+        )
 
 
 def _receive_on_host(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -338,49 +406,9 @@ def _receive_on_host(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [tf.identity(tensor) for tensor in tensors]
 
 
-def _launch(
-    reducer: Reducer, number: int, gradients: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]
-) -> tf.Tensor:
-    def launch(*arrays: Array) -> Any:
-        reducer.launch(number, arrays)
-        return np.int32(number)
-
-    name = f"launch_{number}"
-    call = abort_on_error(reducer.communicator, _weighted(launch, weights))
-    (token,) = in_order(  # [G3] runs when the last gradient of the bucket is received
-        _order(reducer, name),
-        lambda *arrays: [tf.numpy_function(call, arrays, tf.int32, name=name)],
-        [*gradients, *weights],
-        [tf.int32],
-    )
-    return token
-
-
-def _sums(
-    reducer: Any,
-    number: int,
-    gradients: Sequence[tf.Tensor],
-    weights: Sequence[tf.Tensor],
-    launch: tf.Tensor | None,
-) -> list[tf.Tensor]:
-    """Adds the operation that returns the sums of a bucket; without a launch it reduces them."""
-    if launch is None:  # [G3] to [G5]
-        name, inputs = f"reduce_{number}", [*gradients, *weights]
-        call = _weighted(lambda *arrays: reducer.reduce(number, arrays), weights)
-    else:  # [G5]
-        name, inputs, call = f"wait_{number}", [launch], lambda _: reducer.wait(number)
-    return call_in_background(
-        abort_on_error(reducer.communicator, call),
-        inputs,
-        [gradient.dtype for gradient in gradients],
-        name,
-        _order(reducer, name),
-    )
-
-
-def _order(reducer: Any, call: str) -> str:
+def _order(channel: Communicator, call: str) -> str:
     """Returns the key of the operations that make the same call of a reducer in each step."""
-    return f"channel {reducer.communicator.channel}: {call}"
+    return f"channel {channel.channel}: {call}"
 
 
 def _weighted(call: Callable[..., Any], weights: Sequence[tf.Tensor]) -> Callable[..., Any]:
@@ -393,36 +421,6 @@ def _weighted(call: Callable[..., Any], weights: Sequence[tf.Tensor]) -> Callabl
         return call(*(times(array, float(factor)) for array in arrays))
 
     return call_weighted
-
-
-# -- all other tensors in an exchange ------------------------------------------------------------
-
-
-def _exchange_operations(
-    arrays: Sequence[Reduction],
-    slices: Sequence[Reduction],
-    exchange: Any,
-    weights: Sequence[tf.Tensor],
-) -> dict[Reduction, Any]:
-    """Adds the operation that reduces dense tensors and sparse gradients with an exchange."""
-    kinds = [[slices[table] for table in kind] for kind in exchange.kinds]
-    with tf.device(HOST_DEVICE), tf.name_scope("host_exchange"):
-        inputs = [each.value for each in arrays]
-        inputs += [part for kind in kinds for part in _join(kind)]
-        outputs = call_in_background(
-            abort_on_error(exchange.communicator, _runner(exchange, len(arrays), bool(weights))),
-            [*inputs, *weights],
-            [each.dtype for each in inputs],
-            name="HostExchange",
-            order=f"channel {exchange.communicator.channel}",
-        )
-        results: dict[Reduction, Any] = dict(zip(arrays, outputs))
-        for each in arrays:
-            results[each].set_shape(each.value.shape)
-        parts = outputs[len(arrays) :]
-        for kind, counts, indices, values in zip(kinds, parts[::3], parts[1::3], parts[2::3]):
-            results.update(_split_rows(kind, counts, indices, values))
-    return results
 
 
 def _join(kind: Sequence[Reduction]) -> Rows:
@@ -449,12 +447,27 @@ def _reshape(rows: tf.Tensor, row_shape: Sequence[int]) -> tf.Tensor:
     return tf.reshape(rows, [-1, *row_shape])
 
 
-def _runner(exchange: FusedExchange, count: int, is_weighted: bool) -> Any:
-    def run(*inputs: Array) -> list[Array]:  # arrays, rows of each kind, and a weight
-        weight = float(inputs[-1]) if is_weighted else 1.0
-        parts = inputs[count : len(inputs) - is_weighted]
-        rows = [Rows(*each) for each in zip(parts[::3], parts[1::3], parts[2::3])]
-        arrays, sums = exchange.run(inputs[:count], rows, weight)
-        return [*arrays, *(part for each in sums for part in each)]
+def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
+    """Returns True if `reduce_tensors` needs an exchange: not all tensors are large and dense."""
+    return bool(_split(reductions, communicator).in_exchange)
 
-    return run
+
+class _Parts(NamedTuple):
+    """Tensors by the way in which they are reduced."""
+
+    in_exchange: list[Reduction]  # all others
+    in_buckets: list[Reduction]  # dense gradients, if their total size is large
+    separate: list[Reduction]  # large dense tensors that are no gradients
+
+
+def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Parts:
+    """Decides how each tensor is reduced."""
+    limit = _SMALL_BYTES / max(1, communicator.size - 1)
+    dense = [each for each in reductions if not each.is_sparse]
+    nbytes = {each: _static_spec(each.value, each.name).nbytes for each in dense}
+    gradients = [each for each in dense if each.is_gradient]
+    if sum(nbytes[each] for each in gradients) <= min(limit, _bucket_bytes(communicator)):
+        gradients = []
+    separate = [each for each in dense if not each.is_gradient and nbytes[each] > limit]
+    large = {*gradients, *separate}
+    return _Parts([each for each in reductions if each not in large], gradients, separate)
