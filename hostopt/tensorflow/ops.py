@@ -88,17 +88,17 @@ def start_scalar_sum(
         scalar_sum.start(float(value), float(flags.local))
         return np.int32(0)
 
-    def wait() -> Any:
+    def wait(_: Array) -> list[Any]:
         total, flags_total = scalar_sum.wait()
         flags.set_total(float(flags_total))
-        return total
+        return [total]
 
     flags.travel = True
 
     with tf.device(HOST_DEVICE):
         token = tf.numpy_function(start, [scalar], tf.int32, name="HostPost")
         with tf.control_dependencies(after):
-            call = abort_on_error(communicator, lambda _: [wait()])
+            call = abort_on_error(communicator, wait)
             (result,) = call_in_background(call, [token], [tf.float32], name="HostCollect")
     result.set_shape([])
     return result
