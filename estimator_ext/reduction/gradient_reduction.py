@@ -33,7 +33,7 @@ from estimator_ext.reduction.value_reduction import ValueReduction
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.background import HOST_DEVICE
-from hostopt.tensorflow.reductions import AnyReducer, Reduction, check_gradients, reduce_tensors
+from hostopt.tensorflow.reductions import AnyReducer, Reduction, reduce_tensors
 from hostopt.tensorflow.sparse import map_values, set_shape_of, values_of
 
 _log = tf.get_logger()
@@ -212,7 +212,7 @@ class GradientReduction:
         communicator = self._strategy.communicator
         check = NonFiniteCheck(communicator, nonfinite, is_local=True)
         self.skipping.checks.append(check)
-        sums = check_gradients(values, names, communicator, check)
+        sums = ops.check_gradients(values, names, communicator, check)
         if self.accumulation is not None:
             self.sums.update(total.op for total in sums)
         return sums

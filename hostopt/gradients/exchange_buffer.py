@@ -114,12 +114,12 @@ class ExchangeBuffer:
         if weight == 1:
             return dense, rows
         arrays = [
-            _times(array, weight) if value.is_gradient else array
+            times(array, weight) if value.is_gradient else array
             for array, value in zip(dense, self._dense)
         ]
         if weight == 0:
             return arrays, [Rows(0 * c, i[:0], values[:0]) for c, i, values in rows]
-        return arrays, [Rows(c, i, _times(values, weight)) for c, i, values in rows]
+        return arrays, [Rows(c, i, times(values, weight)) for c, i, values in rows]
 
     def pack(self, side_value: int, dense: Sequence[Array], rows: Sequence[Rows]) -> Array:
         """Packs the values of this rank into bytes [n]. Indices of rows may repeat."""
@@ -249,7 +249,10 @@ def _sum_by_key(keys: Array, values: Array) -> tuple[Array, Array]:
     return keys.take(starts), np.add.reduceat(values, starts, axis=0)
 
 
-def _times(array: Array, weight: float) -> Array:
+def times(array: Array, weight: float) -> Array:
+    """Multiplies an array by a weight; 0 also removes NaN."""
+    if weight == 1:
+        return array
     if weight == 0:
         return np.zeros_like(array)
     return np.asarray(array * array.dtype.type(weight))

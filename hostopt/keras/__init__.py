@@ -5,53 +5,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hostopt import tensorflow as hvd
 from hostopt.keras import callbacks
 from hostopt.keras.callbacks import *  # noqa: F403 - the same names
 from hostopt.tensorflow import _keras_api
 from hostopt.tensorflow._keras_api import *  # noqa: F403 - the same names
-from hostopt.tensorflow._keras_api import model_loader
+from hostopt.tensorflow._keras_api import OPTIMIZER, model_loader, reordered
 from hostopt.tensorflow.refusals import missing_attribute
 
 __all__ = ["DistributedOptimizer", "callbacks", "load_model"]
 __all__ += callbacks.__all__
 __all__ += _keras_api.__all__
 
-
-def DistributedOptimizer(  # noqa: N802 - the name that programs know
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: hvd.ReduceOp | None = None,
-    num_groups: int = 0,
-    groups: Any = None,
-    **others: Any,
-) -> Any:
-    """Makes an optimizer reduce its gradients over the ranks before it applies them.
-
-    See `hostopt.tensorflow.DistributedOptimizer` for the arguments.
-    """
-    return _keras_api.DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        num_groups=num_groups,
-        groups=groups,
-        **others,
-    )
-
-
+DistributedOptimizer = reordered(
+    f"{OPTIMIZER} num_groups groups * backward_passes_per_step average_aggregated_gradients "
+    "process_set scale_local_gradients bucket_cap_mb"
+)(hvd.DistributedOptimizer)
 load_model = model_loader(callbacks.keras)
 
 __getattr__ = missing_attribute(__name__)

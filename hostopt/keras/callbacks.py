@@ -32,4 +32,4 @@ if keras.backend.backend() != "tensorflow":
     MetricAverageCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
-) = keras_callbacks.callbacks_for(keras, __name__, is_keras_3=True)
+) = keras_callbacks.callbacks_for(keras, __name__)

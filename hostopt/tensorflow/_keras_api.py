@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,32 +17,6 @@ __all__ = ["PartialDistributedOptimizer", "allgather", "allreduce", "broadcast",
 __all__ += _names.__all__
 
 
-def allreduce(
-    value: Any,
-    name: str | None = None,
-    average: bool | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    op: hvd.ReduceOp | None = None,
-    compression: Any = hvd.Compression.none,
-) -> Any:
-    """Reduces a value over the ranks; see `hostopt.tensorflow.allreduce` for the arguments."""
-    return hvd.allreduce(
-        value,
-        average=average,
-        compression=compression,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        name=name,
-    )
-
-
-def allgather(value: Any, name: str | None = None) -> Any:
-    """Joins the values of all ranks along the first dimension."""
-    return hvd.allgather(value, name)
-
-
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Returns the value of one rank."""
     return hvd.broadcast(value, root_rank, name)
@@ -51,59 +27,63 @@ def reducescatter(value: Any, name: str | None = None, op: hvd.ReduceOp = hvd.Av
     return hvd.reducescatter(value, op=op, name=name)
 
 
-def DistributedOptimizer(  # noqa: N802 - the name that programs know
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: hvd.ReduceOp | None = None,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = None,
-    scale_local_gradients: bool = True,
-    bucket_cap_mb: float | None = None,
-) -> Any:
-    """Makes an optimizer reduce its gradients over the ranks before it applies them.
+# -- Horovod's functions for TensorFlow, with the order that their parameters have for Keras ----
 
-    See `hostopt.tensorflow.DistributedOptimizer` for the arguments.
+
+def reordered(order: str, *others: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Returns a decorator that puts the parameters of a function in another order.
+
+    Args:
+      order: names of the parameters; those after a "*" are given by name only. The first one may
+        have another name than in the function. Those that are left out keep their defaults.
+      others: functions to which the function passes its other arguments.
     """
-    return hvd.DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        average_aggregated_gradients=average_aggregated_gradients,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        bucket_cap_mb=bucket_cap_mb,
-    )
+    positional, _, by_name = order.partition(" * ")
+    first, *names = positional.split()
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        known: dict[str, inspect.Parameter] = {}
+        for each in (*others, function):
+            known.update(inspect.signature(each).parameters)
+        parameters = [inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        parameters += [known[name] for name in names]
+        parameters += [
+            known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in by_name.split()
+        ]
+        signature = inspect.Signature(parameters)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            return function(arguments.pop(first), **arguments)
+
+        vars(call)["__signature__"] = signature
+        return call
+
+    return decorate
 
 
+OPTIMIZER = (
+    "optimizer name device_dense device_sparse compression sparse_as_dense "
+    "gradient_predivide_factor op"
+)
+
+allgather = reordered("value name")(hvd.allgather)
+allreduce = reordered("value name average prescale_factor postscale_factor op compression")(
+    hvd.allreduce
+)
+
+DistributedOptimizer = reordered(
+    f"{OPTIMIZER} backward_passes_per_step average_aggregated_gradients num_groups groups "
+    "process_set scale_local_gradients bucket_cap_mb"
+)(hvd.DistributedOptimizer)
+
+
+@reordered(
+    f"{OPTIMIZER} groups process_set local_layers scale_local_gradients", hvd.DistributedOptimizer
+)
 def PartialDistributedOptimizer(  # noqa: N802 - the name that programs know
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: hvd.ReduceOp | None = None,
-    groups: Any = None,
-    process_set: Any = None,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
+    optimizer: Any, local_layers: Any = None, **arguments: Any
 ) -> Any:
     """Makes an optimizer reduce the gradients of all layers except some.
 
@@ -117,22 +97,13 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name that programs know
       The optimizer.
     """
     variables = variables_of_layers(local_layers)
-    optimizer = DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    optimizer = hvd.DistributedOptimizer(optimizer, **arguments)
     for variable in variables:
         reducing_part(optimizer).register_local_var(variable)
     return optimizer
+
+
+# -- models ---------------------------------------------------------------------------------
 
 
 def model_loader(keras: Any) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from hostopt.tensorflow.calls import call_name, calling, reduce_values, scale
 from hostopt.tensorflow.collectives import allgather
 from hostopt.tensorflow.compression import Compression, wire_format_of
 from hostopt.tensorflow.reduced import mark
-from hostopt.tensorflow.refusals import choose_op, refuse_devices, refuse_process_set
+from hostopt.tensorflow.refusals import choose_op
 from hostopt.tensorflow.sparse import sum_rows
 
 
@@ -105,24 +105,20 @@ def grouped_allreduce(
     slices = [i for i, each in enumerate(values) if isinstance(each, tf.IndexedSlices)]
     dense = [i for i in range(len(values)) if i not in slices]
     results = list(values)
-
-    def operator() -> ReduceOp:
-        refuse_devices(device_dense, device_sparse)
-        refuse_process_set(process_set)
-        return choose_op(op, average)
-
+    unsupported = process_set, device_dense, device_sparse
     if dense:
         name_of_dense = call_name("allreduce", name, values[dense[0]])
-        with calling(name_of_dense) as ring:
+        with calling(name_of_dense, *unsupported) as ring:
             scaled = [scale(values[i], prescale_factor) for i in dense]
-            reduced = _reduce_compressed(ring, scaled, operator(), compression, name_of_dense)
+            operator = choose_op(op, average)
+            reduced = _reduce_compressed(ring, scaled, operator, compression, name_of_dense)
             for i, each in zip(dense, reduced):
                 results[i] = scale(each, postscale_factor)
     for i in slices:
         name_of_rows = call_name("allreduce", name and f"{name}_{i}", values[i].values)
-        with calling(f"{name_of_rows}_values") as ring:
-            factor = prescale_factor * postscale_factor
-            results[i] = _reduce_slices(ring, values[i], operator(), factor, name_of_rows)
+        with calling(f"{name_of_rows}_values", *unsupported) as ring:
+            factor, operator = prescale_factor * postscale_factor, choose_op(op, average)
+            results[i] = _reduce_slices(ring, values[i], operator, factor, name_of_rows)
     mark(results)
     return results
 

@@ -20,6 +20,7 @@ from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow._tf_private import is_recording
 from hostopt.tensorflow.background import abort_on_error, call_in_background
+from hostopt.tensorflow.refusals import refuse_unsupported
 
 
 def call(
@@ -85,10 +86,12 @@ def shape_of_rows(tensor: tf.Tensor) -> list[Any] | None:
     return None if tensor.shape.rank is None else [None, *tensor.shape[1:]]
 
 
-def gather_rows(ring: ProcessRing, tensor: tf.Tensor, name: str) -> tf.Tensor:
+def gather_rows(
+    ring: ProcessRing, tensor: tf.Tensor, name: str, rows_by_rank: Sequence[int] | None = None
+) -> tf.Tensor:
     """Joins the tensors of all ranks along the first dimension, without a gradient."""
     (rows,) = call(
-        lambda array: [ring.named.all_gather(array, name)],
+        lambda array: [ring.named.all_gather(array, name, rows_by_rank)],
         [tensor],
         [(tensor.dtype, shape_of_rows(tensor))],
         "HostAllGather",
@@ -113,24 +116,28 @@ def broadcast_values(
     )
 
 
-def with_gradient(function: Callable[..., Any], *tensors: tf.Tensor) -> Any:
-    """Calls a function as `tf.custom_gradient` does, at less cost if no gradient is wanted."""
-    if tf.executing_eagerly() and not is_recording():
-        results, _ = function(*tensors)
-        return results
+def with_gradient(
+    function: Callable[..., Any], gradient: Callable[..., Any], *tensors: tf.Tensor
+) -> Any:
+    """Calls a function as `tf.custom_gradient` does, at less cost if no gradient is wanted.
 
-    def with_dense_upstream(*tensors: tf.Tensor) -> Any:
-        results, gradient = function(*tensors)
+    Args:
+      gradient: takes the results, and the upstream gradient of each of them.
+    """
+    if tf.executing_eagerly() and not is_recording():
+        return function(*tensors)
+
+    def call_with_gradient(*tensors: tf.Tensor) -> Any:
+        results = function(*tensors)
 
         def dense(*upstream: Any) -> Any:  # tf.gather of a result has a sparse gradient
             # None if an integer result has no upstream in a graph of TensorFlow 1
-            return gradient(
-                *(None if each is None else tf.convert_to_tensor(each) for each in upstream)
-            )
+            values = (None if each is None else tf.convert_to_tensor(each) for each in upstream)
+            return gradient(results, *values)
 
         return results, dense
 
-    return tf.custom_gradient(with_dense_upstream)(*tensors)
+    return tf.custom_gradient(call_with_gradient)(*tensors)
 
 
 def reduce_values(
@@ -145,7 +152,7 @@ def reduce_values(
         check_dtype(np.dtype(each.dtype.as_numpy_dtype))
 
     def reduce(*values: tf.Tensor) -> Any:
-        results = call(
+        return call(
             lambda *arrays: ring.named.all_reduce(arrays, name, op, wire_format),
             values,
             [(value.dtype, value.shape) for value in values],
@@ -154,18 +161,15 @@ def reduce_values(
             ring.communicator,
         )
 
-        def gradient(*upstream: tf.Tensor) -> Any:
-            if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-                raise ConfigError(
-                    f"the result of allreduce with {op.name} has no gradient. Use SUM or AVERAGE, "
-                    "or tf.stop_gradient"
-                )
-            gradient_name = numbered(f"{name}_gradient")
-            return reduce_values(ring, upstream, op, wire_format, gradient_name)
+    def gradient(_: Any, *upstream: tf.Tensor) -> Any:
+        if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            raise ConfigError(
+                f"the result of allreduce with {op.name} has no gradient. Use SUM or AVERAGE, "
+                "or tf.stop_gradient"
+            )
+        return reduce_values(ring, upstream, op, wire_format, numbered(f"{name}_gradient"))
 
-        return results, gradient
-
-    return list(with_gradient(reduce, *tensors))
+    return list(with_gradient(reduce, gradient, *tensors))
 
 
 def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
@@ -186,10 +190,18 @@ def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def calling(name: str) -> Iterator[ProcessRing]:
-    """Tells the other ranks if this one refuses a call, as they would wait for it."""
+def calling(
+    name: str, process_set: Any, device_dense: str = "", device_sparse: str = ""
+) -> Iterator[ProcessRing]:
+    """Tells the other ranks if this one refuses a call, as they would wait for it.
+
+    Args:
+      name: name of the call.
+      process_set, device_dense, device_sparse: arguments of the program, which may be refused.
+    """
     ring = process_ring.current()
     with telling(lambda error: ring.named.refuse(name, error)):
+        refuse_unsupported(process_set, device_dense, device_sparse)
         yield ring
 
 
@@ -238,23 +250,15 @@ def count_use(key: Any) -> int:
     graph = tf.compat.v1.get_default_graph()
     while graph.building_function and graph.outer_graph.building_function:
         graph = graph.outer_graph
-    return _count(graph, key)
+    counter = _uses.setdefault(graph, collections.Counter())
+    counter[key] += 1
+    return counter[key]
 
 
 def count_in_session_graph(key: Any) -> int | None:
     """Returns how often this has been called with a key in a graph of TensorFlow 1, or None."""
-    if tf.compat.v1.executing_eagerly_outside_functions():
-        return None
-    graph = tf.compat.v1.get_default_graph()
-    while graph.building_function:
-        graph = graph.outer_graph
-    return _count(graph, key)
-
-
-def _count(graph: tf.Graph, key: Any) -> int:
-    counter = _uses.setdefault(graph, collections.Counter())
-    counter[key] += 1
-    return counter[key]
+    with tf.init_scope():
+        return None if tf.executing_eagerly() else count_use(key)
 
 
 # -- errors that are also those of TensorFlow which programs for Horovod expect ---------------

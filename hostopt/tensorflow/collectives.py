@@ -29,7 +29,7 @@ from hostopt.tensorflow.calls import (
     with_gradient,
 )
 from hostopt.tensorflow.compression import Compression, wire_format_of
-from hostopt.tensorflow.refusals import choose_op, refuse_devices, refuse_process_set
+from hostopt.tensorflow.refusals import choose_op, refuse_process_set
 
 
 def allgather(
@@ -55,30 +55,17 @@ def allgather(
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("allgather", name, tensor)
-    with calling(name) as ring:
-        refuse_process_set(process_set)
+    with calling(name, process_set) as ring:
 
-        def gather(value: tf.Tensor) -> Any:
-            result = gather_rows(ring, value, name)
+        def gradient(_: Any, upstream: tf.Tensor) -> tf.Tensor:
+            gradient_name = numbered(f"{name}_gradient")
+            (total,) = reduce_values(ring, [upstream], ReduceOp.SUM, None, gradient_name)
+            rows = tf.shape(tensor)[:1]
+            counts = gather_rows(ring, rows, numbered(f"{name}_rows"), [1] * ring.size)
+            begin = tf.reduce_sum(counts[: ring.rank])
+            return total[begin : begin + rows[0]]
 
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                gradient_name = numbered(f"{name}_gradient")
-                (total,) = reduce_values(ring, [upstream], ReduceOp.SUM, None, gradient_name)
-                rows_name = numbered(f"{name}_rows")
-                rows = tf.shape(value)[:1]
-                (counts,) = call(
-                    lambda array: [ring.named.all_gather(array, rows_name, [1] * ring.size)],
-                    [rows],
-                    [(tf.int32, [ring.size])],
-                    "HostAllGather",
-                    rows_name,
-                )
-                begin = tf.reduce_sum(counts[: ring.rank])
-                return total[begin : begin + rows[0]]
-
-            return result, gradient
-
-        return with_gradient(gather, tensor)
+        return with_gradient(lambda value: gather_rows(ring, value, name), gradient, tensor)
 
 
 def broadcast(
@@ -109,27 +96,24 @@ def broadcast(
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("broadcast", name, tensor)
-    with calling(name) as ring:
-        refuse_process_set(process_set)
+    with calling(name, process_set) as ring:
         check_root(root_rank, ring.size)
 
-        def send(value: tf.Tensor) -> Any:
-            (result,) = broadcast_values(ring, [value], root_rank, name)
+        def send(value: tf.Tensor) -> tf.Tensor:
+            return broadcast_values(ring, [value], root_rank, name)[0]
 
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                gradient_name = numbered(f"{name}_gradient")
+        def gradient(_: Any, upstream: tf.Tensor) -> tf.Tensor:
+            gradient_name = numbered(f"{name}_gradient")
 
-                def sum_on_root(array: Array) -> list[Array]:
-                    (total,) = ring.named.all_reduce([array], gradient_name)
-                    # a zero that TensorFlow computed itself would let it leave out the call
-                    return [total if ring.rank == root_rank else np.zeros_like(total)]
+            def sum_on_root(array: Array) -> list[Array]:
+                (total,) = ring.named.all_reduce([array], gradient_name)
+                # a zero that TensorFlow computed itself would let it leave out the call
+                return [total if ring.rank == root_rank else np.zeros_like(total)]
 
-                output = upstream.dtype, upstream.shape
-                return call(sum_on_root, [upstream], [output], "HostAllReduce", gradient_name)[0]
+            output = upstream.dtype, upstream.shape
+            return call(sum_on_root, [upstream], [output], "HostAllReduce", gradient_name)[0]
 
-            return result, gradient
-
-        return with_gradient(send, tensor)
+        return with_gradient(send, gradient, tensor)
 
 
 def reducescatter(
@@ -169,9 +153,7 @@ def reducescatter(
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("reducescatter", name, tensor)
-    with calling(name) as ring:
-        refuse_devices(device_dense, "")
-        refuse_process_set(process_set)
+    with calling(name, process_set, device_dense) as ring:
         op = choose_op(op, None)
         if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
             raise ConfigError(f"reducescatter has the operator {op.name}. Use SUM or AVERAGE")
@@ -184,36 +166,25 @@ def reducescatter(
 
 
 def _scatter(ring: ProcessRing, tensor: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
-    shape = shape_of_rows(tensor)
+    def scatter(value: tf.Tensor) -> tf.Tensor:
+        def run(array: Array) -> list[Array]:
+            return [ring.named.reduce_scatter(array, name, op)]
 
-    def scatter(value: tf.Tensor) -> Any:
-        (result,) = call(
-            lambda array: [ring.named.reduce_scatter(array, name, op)],
-            [value],
-            [(value.dtype, shape)],
-            "HostReduceScatter",
-            name,
-        )
+        output = value.dtype, shape_of_rows(value)
+        return call(run, [value], [output], "HostReduceScatter", name)[0]
 
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            gradient_name = numbered(f"{name}_gradient")
+    def gradient(_: Any, upstream: tf.Tensor) -> tf.Tensor:
+        gradient_name = numbered(f"{name}_gradient")
 
-            def gather(array: Array, total: Array) -> list[Array]:
-                counts = [part.stop - part.start for part in chunk_slices(int(total), ring.size)]
-                return [ring.named.all_gather(array, gradient_name, counts)]
+        def gather(array: Array, total: Array) -> list[Array]:
+            counts = [part.stop - part.start for part in chunk_slices(int(total), ring.size)]
+            return [ring.named.all_gather(array, gradient_name, counts)]
 
-            (rows,) = call(
-                gather,
-                [upstream, tf.shape(value)[0]],
-                [(upstream.dtype, value.shape)],
-                "HostAllGather",
-                gradient_name,
-            )
-            return scale(rows, 1 / ring.size if op is ReduceOp.AVERAGE else 1.0)
+        inputs, output = [upstream, tf.shape(tensor)[0]], (upstream.dtype, tensor.shape)
+        (rows,) = call(gather, inputs, [output], "HostAllGather", gradient_name)
+        return scale(rows, 1 / ring.size if op is ReduceOp.AVERAGE else 1.0)
 
-        return result, gradient
-
-    return with_gradient(scatter, tensor)
+    return with_gradient(scatter, gradient, tensor)
 
 
 def alltoall(
@@ -245,8 +216,7 @@ def alltoall(
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("alltoall", name, tensor)
-    with calling(name) as ring:
-        refuse_process_set(process_set)
+    with calling(name, process_set) as ring:
         if tensor.shape.rank == 0:
             raise ConfigError(
                 "alltoall has a scalar, wanted a tensor with rows. Reshape it to [1]"
@@ -280,16 +250,13 @@ def _exchange(ring: ProcessRing, tensor: tf.Tensor, split_sizes: tf.Tensor, name
         outputs = [(value.dtype, shape), (tf.int32, [ring.size])]
         return call(run, [value, sizes], outputs, "HostAllToAll", call_name_)
 
-    def send(value: tf.Tensor, sizes: tf.Tensor) -> Any:
-        result, received = exchange(value, sizes, name)
+    def gradient(results: Sequence[tf.Tensor], upstream: tf.Tensor, _: Any) -> Any:
+        _, received = results
+        return exchange(upstream, received, numbered(f"{name}_gradient"))[0], None
 
-        def gradient(upstream: tf.Tensor, _: Any) -> Any:
-            gradient_name = numbered(f"{name}_gradient")
-            return exchange(upstream, received, gradient_name)[0], None
-
-        return (result, received), gradient
-
-    return with_gradient(send, tensor, split_sizes)
+    return with_gradient(
+        lambda value, sizes: exchange(value, sizes, name), gradient, tensor, split_sizes
+    )
 
 
 def grouped_allgather(
@@ -355,13 +322,9 @@ def barrier(process_set: Any = None, name: str | None = None) -> Any:
 
     Returns:
       In a graph the operation that waits; None if called eagerly.
-
-    Raises:
-      HostOptError: a rank failed, left or timed out.
     """
     name = call_name("barrier", name)
-    with calling(name) as ring:
-        refuse_process_set(process_set)
+    with calling(name, process_set) as ring:
 
         def wait(*_: Any) -> list[Any]:
             ring.named.barrier(name)

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hostopt import process_ring
-from hostopt.by_name.join import Announcement, Joining
+from hostopt.by_name.join import Announcement
 from hostopt.by_name.named import NamedCollectives
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.wire_format import new_wire_format
-from hostopt.errors import CollectiveMismatchError, ConfigError
-from hostopt.gradients.nonfinite import ALLOW, NonFiniteCheck
+from hostopt.errors import ConfigError
+from hostopt.gradients.nonfinite import ALLOW
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow.calls import as_tensorflow_error, count_use, scale
 from hostopt.tensorflow.compression import Compression, wire_format_of
-from hostopt.tensorflow.reductions import Reducers, Reduction
+from hostopt.tensorflow.reductions import Reducers, Reduction, describe
 from hostopt.tensorflow.sparse import map_values, set_shape_of, sum_rows
 
 DEFAULT = "default"
@@ -148,16 +148,18 @@ class GradientReduction:
             self.postscale_factor,
         )
         numbers = ring.keep(("groups", self.name), dict)
-        table = tuple(describe(reductions, group_options).items())
+        table = describe_group(reductions, group_options)
+        key = tuple(table.items())
         # operations of one group run once in a step: a second use in a function has another group
-        use = count_use((self.name, table))
-        number = numbers.setdefault((table, use), len(numbers) + 1)
+        use = count_use((self.name, key))
+        number = numbers.setdefault((key, use), len(numbers) + 1)
         name = self._group_name(number)
 
-        group: GradientGroup = ring.keep(
-            name,
-            lambda: GradientGroup(ring.communicator.duplicate(name), group_options, ring.named),
-        )
+        def new_group() -> GradientGroup:
+            channel = ring.communicator.duplicate(name)
+            return GradientGroup(channel, group_options, ring.named, table)
+
+        group: GradientGroup = ring.keep(name, new_group)
         return group
 
 
@@ -209,7 +211,6 @@ def _row_shape(gradient: Any, name: str) -> tuple[int, ...]:
 
 # -- groups of gradients that are reduced together in each step -------------------------------
 
-_EXCHANGE = "exchange"
 _OPTIONS = "options"
 
 
@@ -227,29 +228,27 @@ class GroupOptions(NamedTuple):
     postscale_factor: float
 
 
-class GradientGroup:
+class GradientGroup(Reducers):
     """Sums of dense and sparse gradients over the ranks.
 
     All ranks must run the operations of a group in the same steps.
 
     Args:
       communicator: channel of this group alone; its name describes the group.
+      table: describes the gradients and the options.
     """
 
     def __init__(
-        self, communicator: Communicator, options: GroupOptions, named: NamedCollectives
+        self,
+        communicator: Communicator,
+        options: GroupOptions,
+        named: NamedCollectives,
+        table: dict[str, str],
     ) -> None:
-        self._communicator = communicator
+        wire_format = new_wire_format(options.compression)
+        super().__init__(communicator, options.bucket_bytes, options.nonfinite, wire_format)
         self._named = named
-        self._options = options
-        self._reducers = Reducers(
-            communicator,
-            options.bucket_bytes,
-            lambda: NonFiniteCheck(communicator, options.nonfinite),
-            new_wire_format(options.compression),
-            wrap=self._announced,
-        )
-        self._table: dict[str, str] = {}
+        self._table = table
         self._is_checked = False
         self._lock = threading.Lock()
 
@@ -259,20 +258,32 @@ class GradientGroup:
         Args:
           reductions: the gradients, in variable order, the same on all ranks but for the values.
         """
-        self._table = describe(reductions, self._options)
-        results = self._reducers.reduce(reductions)
-        self._named.joining.replay_with(self._communicator.name, self._take_part)
+        results = self.reduce(reductions)
+        self._named.joining.replay_with(self.communicator.name, self._take_part)
         return results
 
-    def _announced(self, reducer: Any) -> _Announced:
-        name = self._communicator.name
-        return _Announced(reducer, name, self._named.joining, self._check)
+    def begin(self, bucket: int | None) -> None:
+        """Announces a call to ranks that have joined; checks the group before the first call."""
+        details = {} if bucket is None else {"bucket": bucket}
+        channel = self.communicator.name
+        self._named.joining.begin(channel, _name_of_call(bucket), lambda: details)
+        self._check()
+
+    def end(self, bucket: int | None) -> None:
+        """Notes the end of a call."""
+        self._named.joining.end(self.communicator.name, _name_of_call(bucket))
 
     def _take_part(self, announcement: Announcement) -> None:
-        """Makes a call of other ranks after this rank has joined."""
+        """Makes a call of other ranks, with values that change nothing: this rank has joined."""
         bucket = announcement.details.get("bucket")
-        reducers = self._reducers
-        (reducers.exchange if bucket is None else reducers.buckets).take_part(bucket)
+        if bucket is None:
+            arrays, rows = self.exchange.zeros()
+            self.run_exchange(arrays, rows, 1.0)
+        elif self.buckets.communicator.on_one_host:
+            self.sum_inline(bucket, self.buckets.zeros(bucket))
+        else:
+            self.launch(bucket, self.buckets.zeros(bucket))
+            self.wait(bucket)
 
     def _check(self) -> None:
         """Compares the gradients of all ranks, in the first step."""
@@ -280,32 +291,24 @@ class GradientGroup:
         with self._lock:
             if not self._is_checked:
                 table = _without_model_name(self._table)
-                self._communicator.check_same(table, f"the {self._communicator.name}")
+                self.communicator.check_same(table, f"the {self.communicator.name}")
                 self._is_checked = True
 
     def refuse(self, reason: str) -> None:
         """Counts a step that this rank refuses, and tells ranks that wait for it."""
-        if not self._is_checked:
-            self._communicator.refuse(reason)
-            return
-        for each in self._reducers.opened:
+        for each in self.opened if self._is_checked else [self.communicator]:
             each.refuse(reason)
 
     def close(self) -> None:
         """Ends the reductions, and frees the buffers."""
-        for each in self._reducers.opened:
+        for each in self.opened:
             each.close()
 
 
-def describe(reductions: Sequence[Reduction], options: GroupOptions) -> dict[str, str]:
+def describe_group(reductions: Sequence[Reduction], options: GroupOptions) -> dict[str, str]:
     """Describes the gradients of a group by name, with their order and the options."""
-    names = [each.name for each in reductions]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise CollectiveMismatchError(
-            f"the gradients have these names twice: {twice}. Give each variable its own name"
-        )
-    table = {each.name: f"number {i}, {each}" for i, each in enumerate(reductions)}
+    described = describe(reductions).items()
+    table = {name: f"number {i}, {text}" for i, (name, text) in enumerate(described)}
     return {**table, _OPTIONS: ", ".join(f"{k}={v}" for k, v in options._asdict().items())}
 
 
@@ -321,60 +324,5 @@ def _without_model_name(table: dict[str, str]) -> dict[str, str]:
     return {name.partition("/")[2] or name: value for name, value in table.items()}
 
 
-class _Announced:
-    """A reducer that announces its calls, and checks its group before the first one."""
-
-    def __init__(self, reducer: Any, kind: str, joining: Joining, check: Any) -> None:
-        self.communicator = reducer.communicator
-        self._reducer = reducer
-        self._kind = kind
-        self._joining = joining
-        self._check = check
-
-    @property
-    def kinds(self) -> Any:
-        return self._reducer.kinds
-
-    def reduce(self, bucket: int, arrays: Any) -> Any:
-        self._begin_bucket(bucket)
-        result = self._reducer.reduce(bucket, arrays)
-        self._joining.end(self._kind, f"bucket {bucket}")
-        return result
-
-    def launch(self, bucket: int, arrays: Any) -> None:
-        self._begin_bucket(bucket)
-        self._reducer.launch(bucket, arrays)
-
-    def wait(self, bucket: int) -> Any:
-        result = self._reducer.wait(bucket)
-        self._joining.end(self._kind, f"bucket {bucket}")
-        return result
-
-    def run(self, arrays: Any, rows: Any, weight: float) -> Any:
-        self._joining.begin(self._kind, _EXCHANGE)
-        self._check()
-        result = self._reducer.run(arrays, rows, weight)
-        self._joining.end(self._kind, _EXCHANGE)
-        return result
-
-    def take_part(self, bucket: int | None) -> None:
-        """Makes a call with values that change nothing; None for the exchange."""
-        self._check()
-        if bucket is None:
-            arrays, rows = self._reducer.zeros()
-            self.run(arrays, rows, 1.0)
-        elif self.communicator.on_one_host:
-            self.reduce(bucket, self._reducer.zeros(bucket))
-        else:
-            self.launch(bucket, self._reducer.zeros(bucket))
-            self.wait(bucket)
-
-    def refuse(self, reason: str) -> None:
-        self._reducer.refuse(reason)
-
-    def close(self) -> None:
-        self._reducer.close()
-
-    def _begin_bucket(self, bucket: int) -> None:
-        self._joining.begin(self._kind, f"bucket {bucket}", lambda: {"bucket": bucket})
-        self._check()
+def _name_of_call(bucket: int | None) -> str:
+    return "exchange" if bucket is None else f"bucket {bucket}"

@@ -65,9 +65,8 @@ class BroadcastVariables:
 
     def _broadcast(self) -> None:
         variables = variables_of(self.model)
-        for local in self._local_variables:
-            variables = [each for each in variables if each is not local]
-        broadcast_variables(variables, self._root_rank)
+        local = {id(each) for each in self._local_variables}
+        broadcast_variables([v for v in variables if id(v) not in local], self._root_rank)
         self._is_done = True
 
 
@@ -331,8 +330,9 @@ _METHODS = {
 }
 
 
-def callbacks_for(keras: Any, module: str, is_keras_3: bool) -> list[Any]:
+def callbacks_for(keras: Any, module: str) -> list[Any]:
     """Returns the callbacks of a module for models of one Keras, in the order of `_METHODS`."""
+    is_keras_3 = hasattr(keras, "ops")
 
     def set_model(self: Any, model: Any) -> None:
         check_kind(model, is_keras_3)

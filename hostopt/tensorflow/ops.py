@@ -1,19 +1,23 @@
-"""Operations of a graph: collectives that the ranks match by name, and edges of XLA clusters."""
+"""Operations of a graph: collectives matched by name, checks, and edges of XLA clusters."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
 
-from hostopt.collectives.call import Array
+from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
+from hostopt.tensorflow.sparse import map_values, values_of
 
 
 def all_reduce(
@@ -84,17 +88,17 @@ def start_scalar_sum(
         scalar_sum.start(float(value), float(flags.local))
         return np.int32(0)
 
-    def wait() -> Any:
+    def wait(_: Array) -> list[Any]:
         total, flags_total = scalar_sum.wait()
         flags.set_total(float(flags_total))
-        return total
+        return [total]
 
     flags.travel = True
 
     with tf.device(HOST_DEVICE):
         token = tf.numpy_function(start, [scalar], tf.int32, name="HostPost")
         with tf.control_dependencies(after):
-            call = abort_on_error(communicator, lambda _: [wait()])
+            call = abort_on_error(communicator, wait)
             (result,) = call_in_background(call, [token], [tf.float32], name="HostCollect")
     result.set_shape([])
     return result
@@ -117,6 +121,46 @@ def _array_op(
     (result,) = call_in_background(call, [tensor], [tensor.dtype], name)
     result.set_shape(tensor.shape)
     return result
+
+
+def check_gradients(
+    values: Sequence[Any], names: Sequence[str], communicator: Communicator, check: NonFiniteCheck
+) -> list[Any]:
+    """Checks the gradients of a single rank, at least one, which are not reduced.
+
+    Returns:
+      The same gradients. The first one depends on the check of all.
+    """
+    steps = itertools.count()
+
+    def run(finite: Array) -> Any:
+        nonfinite = {name: "NaN or Inf" for name, good in zip(names, finite) if not good}
+        call = CollectiveCall(0, next(steps), name="the gradients of one rank")
+        check.check(call, not nonfinite, lambda: nonfinite, lambda: nonfinite)
+        return np.int32(0)
+
+    first, *rest = values
+    with tf.device(HOST_DEVICE), tf.name_scope("host_check"):
+        finite = [_is_finite(values_of(value)) for value in values]
+        (device, _), *_ = Counter(each.device for each in finite).most_common(1)
+        with tf.device(device):  # one copy of all flags
+            flags = tf.stack(finite)
+        token = tf.numpy_function(abort_on_error(communicator, run), [flags], tf.int32)
+        with tf.control_dependencies([token]):  # backward computes this one last
+            return [map_values(tf.identity, first), *rest]
+
+
+def _is_finite(tensor: tf.Tensor) -> tf.Tensor:
+    """Checks a gradient where backward computes it, as its memory is faster than the host's."""
+    while tensor.op.type == "Identity":  # its copy on the host
+        (source,) = tensor.op.inputs
+        if source.dtype != source.dtype.base_dtype:
+            break  # a variable of TensorFlow 1, which may have another value by now
+        tensor = source
+    with tf.device(tensor.device):
+        if tensor.dtype.is_floating:
+            return tf.reduce_all(tf.math.is_finite(tensor))
+        return tf.constant(True)
 
 
 _SAME_ON_ALL_RANKS = re.compile(
@@ -146,11 +190,7 @@ def overlap(tensor: Any) -> Any:
     Returns:
       The same tensor.
     """
-
-    def gradient(upstream: tf.Tensor) -> tf.Tensor:
-        return _outside_clusters(upstream)
-
-    return _outside_clusters(tensor), gradient
+    return _outside_clusters(tensor), _outside_clusters
 
 
 def _outside_clusters(tensor: Any) -> tf.Tensor:

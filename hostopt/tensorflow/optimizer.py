@@ -79,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
     """
     del use_locking
     process_ring.current()  # which must be open
-    refuse_unsupported(device_dense, device_sparse, process_set, num_groups, groups)
+    refuse_unsupported(process_set, device_dense, device_sparse, num_groups, groups)
     if backward_passes_per_step < 1:
         raise ConfigError(
             f"backward_passes_per_step is {backward_passes_per_step}, wanted a number above 0"
@@ -160,7 +160,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that programs know
       A tape with the same records, whose `gradient` returns reduced gradients. Gradients of
       sources that are given to its method `register_local_source` are not reduced.
     """
-    refuse_unsupported(device_dense, device_sparse, process_set, num_groups, groups)
+    refuse_unsupported(process_set, device_dense, device_sparse, num_groups, groups)
     factor = gradient_predivide_factor
     if hasattr(gradtape, "_hostopt_reduction"):
         raise ConfigError("the tape is a DistributedGradientTape already. Wrap it once")

@@ -194,7 +194,7 @@ def _apply_sums(self: Any, pairs: list[Any], *args: Any, **kwargs: Any) -> Any:
         return plain_apply(sums, *args, **kwargs)
 
     steps = _global_step(*args, **kwargs) if is_v1 else _iterations(self)
-    return _accumulator(self).add_and_apply(pairs, apply, lambda: _increment(steps))
+    return _accumulate(self, pairs, apply, steps)
 
 
 def _check_unchanged(self: Any, pairs: list[Any]) -> None:
@@ -225,7 +225,7 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
         self.build(variables)
     # with accumulation of its own, Keras counts the steps in which it applies gradients
     steps = None if self.gradient_accumulation_steps else _iterations(self)
-    return _accumulator(self).add_and_apply(pairs, apply, lambda: _increment(steps))
+    return _accumulate(self, pairs, apply, steps)
 
 
 def _global_step(global_step: Any = None, name: Any = None) -> Any:
@@ -247,11 +247,11 @@ def _increment(steps: Any) -> Any:
     return tf.compat.v1.assign_add(steps, 1)
 
 
-def _accumulator(self: Any) -> GradientAccumulator:
-    if "_hostopt_accumulator" not in vars(self):
-        self._hostopt_accumulator = GradientAccumulator(self._hostopt_steps)
-    accumulator: GradientAccumulator = self._hostopt_accumulator
-    return accumulator
+def _accumulate(self: Any, pairs: list[Any], apply: Callable[[Any], Any], steps: Any) -> Any:
+    """Calls the accumulator of an optimizer; `steps` counts the steps, unless it is None."""
+    new = GradientAccumulator(self._hostopt_steps)
+    accumulator: GradientAccumulator = vars(self).setdefault("_hostopt_accumulator", new)
+    return accumulator.add_and_apply(pairs, apply, lambda: _increment(steps))
 
 
 # -- loss scaling ----------------------------------------------------------------------------

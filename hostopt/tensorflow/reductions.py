@@ -1,8 +1,10 @@
-"""Reduction of all tensors of a step: large gradients in buckets, the others in one exchange."""
+"""Reduction of all tensors of a step: large gradients in buckets, the others in one exchange.
+
+[G2] to [G5] are steps of "Path of a gradient" in docs/architecture.md.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,21 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import CollectiveMismatchError, ConfigError
-from hostopt.gradients.bucket import plan_buckets
+from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
 from hostopt.gradients.bucket_reducer import BucketReducer
-from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table
+from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table, times
 from hostopt.gradients.fused_exchange import FusedExchange, SideValue
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import AnyReducer, open_reducer
-from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
-from hostopt.tensorflow.buckets import receive_on_host, reduce_planned, static_spec
+from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background, in_order
 from hostopt.tensorflow.ops import all_reduce
-from hostopt.tensorflow.sparse import values_of
 
 # A rank receives at most this many bytes of dense arrays in an exchange, which sends all arrays to
 # all ranks. Larger ones are reduced in buckets, or in separate operations.
@@ -58,7 +58,7 @@ class Reduction:
     def dense_value(self) -> DenseValue:
         """Returns the description of a dense tensor for the exchange."""
         self._check_dtype(self.value.dtype)
-        return DenseValue(static_spec(self.value, self.name), self.op, self.is_gradient)
+        return DenseValue(_static_spec(self.value, self.name), self.op, self.is_gradient)
 
     def table(self) -> Table:
         """Returns the description of a sparse gradient for the exchange."""
@@ -78,6 +78,21 @@ class Reduction:
             return str(self.table())
         spec = self.dense_value().spec
         return str(spec) if self.is_gradient else f"{self.op.value} of {spec}"
+
+
+def _static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
+    """Returns the spec of a tensor, whose shape must be static."""
+    if not tensor.shape.is_fully_defined():
+        raise ConfigError(
+            f"the gradient of {name!r} has the shape {tensor.shape}, wanted a static one. Set the "
+            "shape of the variable, or set_shape of the gradient"
+        )
+    return TensorSpec(name, tuple(tensor.shape.as_list()), _numpy(tensor.dtype))
+
+
+def _numpy(dtype: tf.DType) -> np.dtype[Any]:
+    result: np.dtype[Any] = np.dtype(dtype.as_numpy_dtype)
+    return result
 
 
 def reduce_tensors(
@@ -105,12 +120,9 @@ def reduce_tensors(
     """
     ordered = _in_order_of_rank_0(reductions, communicator)
     reducers = Reducers(
-        communicator,
-        _bucket_bytes(communicator),
-        lambda: NonFiniteCheck(communicator, nonfinite),
-        side_value=side_value,
+        communicator, _bucket_bytes(communicator), nonfinite, side_value=side_value
     )
-    results = dict(zip(ordered, reducers.reduce(ordered, weight)))
+    results = dict(zip(ordered, reducers.reduce(ordered, _as_list(weight))))
     return [results[each] for each in reductions], reducers.opened
 
 
@@ -139,12 +151,16 @@ def reduce_in_buckets(
       CollectiveMismatchError: two ranks reduce different gradients.
     """
     if communicator.size == 1:
-        return receive_on_host(tensors), None
+        return _receive_on_host(tensors), None
     gradients = [Reduction(tensor, name) for tensor, name in zip(tensors, names)]
     ordered = _in_order_of_rank_0(gradients, communicator)
-    reducers = Reducers(communicator, _bucket_bytes(communicator), lambda: check)
-    sums = dict(zip(ordered, reducers.reduce_in_buckets(ordered, weight)))
+    reducers = Reducers(communicator, _bucket_bytes(communicator))
+    sums = dict(zip(ordered, reducers.reduce_in_buckets(ordered, _as_list(weight), check)))
     return [sums[each] for each in gradients], reducers.buckets
+
+
+def _as_list(weight: tf.Tensor | None) -> list[tf.Tensor]:
+    return [] if weight is None else [weight]
 
 
 def _bucket_bytes(communicator: Communicator) -> int:
@@ -155,19 +171,22 @@ def _in_order_of_rank_0(
     reductions: Sequence[Reduction], communicator: Communicator
 ) -> list[Reduction]:
     """Returns the tensors in the order in which all ranks reduce them, and must call this."""
+    setting = {"size of a bucket": f"{_bucket_bytes(communicator)} bytes"}
+    names = communicator.check_same({**setting, **describe(reductions)}, "the tensors to reduce")
     by_name = {each.name: each for each in reductions}
-    if len(by_name) < len(reductions):
-        twice = [name for name, n in Counter(each.name for each in reductions).items() if n > 1]
+    return [by_name[name] for name in names if name not in setting]
+
+
+def describe(reductions: Sequence[Reduction]) -> dict[str, str]:
+    """Describes tensors by name, in their order; no two may have the same name."""
+    counts = Counter(each.name for each in reductions)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
         raise CollectiveMismatchError(
-            f"the tensors to reduce have these names twice: {sorted(twice)}. Give each its own "
-            "name"
+            f"the tensors to reduce have these names twice: {twice}. Give each variable or "
+            "tensor its own name"
         )
-    descriptions = {name: str(each) for name, each in by_name.items()}
-    setting = "size of a bucket"
-    names = communicator.check_same(
-        {setting: f"{_bucket_bytes(communicator)} bytes", **descriptions}, "the tensors to reduce"
-    )
-    return [by_name[name] for name in names if name != setting]
+    return {each.name: str(each) for each in reductions}
 
 
 @dataclass
@@ -177,20 +196,18 @@ class Reducers:
     Repeated reductions are of the same tensors, and call the same reducers.
 
     Args:
-      new_check: makes a check of the sums; None for one with the option `nonfinite`.
+      nonfinite: as for `NonFiniteCheck`.
       wire_format: format of gradients in buckets; None for that of the option `compression`.
       side_value: integer that is summed along with the exchange.
-      wrap: makes what the operations call of a reducer that is opened.
       buckets: reducer of buckets; None before one is needed.
       exchange: reducer of all other tensors; None before one is needed.
     """
 
     communicator: Communicator
     bucket_bytes: int
-    new_check: Callable[[], NonFiniteCheck | None]
+    nonfinite: str | None = None
     wire_format: WireFormat | None = None
     side_value: SideValue | None = None
-    wrap: Callable[[Any], Any] = lambda reducer: reducer
     buckets: Any = None
     exchange: Any = None
 
@@ -200,103 +217,210 @@ class Reducers:
         return [each for each in (self.buckets, self.exchange) if each is not None]
 
     def reduce(
-        self, reductions: Sequence[Reduction], weight: tf.Tensor | None = None
+        self, reductions: Sequence[Reduction], weights: Sequence[tf.Tensor] = ()
     ) -> list[Any]:
-        """Adds the operations that reduce tensors, which all ranks give in the same order."""
+        """Adds the operations that reduce tensors, which all ranks give in the same order.
+
+        Args:
+          weights: float64 scalar that multiplies this rank's gradients, or nothing for 1.
+        """
         parts = _split(reductions, self.communicator)
         results: dict[Reduction, Any] = {}
         if parts.in_buckets:
-            sums = self.reduce_in_buckets(parts.in_buckets, weight)
+            sums = self.reduce_in_buckets(parts.in_buckets, weights)
             results.update(zip(parts.in_buckets, sums))
         if parts.in_exchange:
-            results.update(self._exchange(parts.in_exchange, weight))
+            results.update(self._exchange(parts.in_exchange, weights))
         for each in parts.separate:
             results[each] = all_reduce(each.value, self.communicator, each.op, each.name)
         return [results[each] for each in reductions]
 
+    # -- calls of the reducers in a step -------------------------------------------------------
+
+    def begin(self, bucket: int | None) -> None:
+        """Begins the call for a bucket, or for the exchange if it is None."""
+
+    def end(self, bucket: int | None) -> None:
+        """Ends the call for a bucket, or for the exchange if it is None."""
+
+    def launch(self, bucket: int, arrays: Sequence[Array]) -> None:
+        """Launches a bucket; see `Reducer.launch`."""
+        self.begin(bucket)
+        self.buckets.launch(bucket, arrays)
+
+    def wait(self, bucket: int) -> list[Array]:
+        """Returns the sums of a bucket that is launched; see `Reducer.wait`."""
+        sums: list[Array] = self.buckets.wait(bucket)
+        self.end(bucket)
+        return sums
+
+    def sum_inline(self, bucket: int, arrays: Sequence[Array]) -> list[Array]:
+        """Sums a bucket over the ranks of one host; see `InlineReducer.reduce`."""
+        self.begin(bucket)
+        sums: list[Array] = self.buckets.reduce(bucket, arrays)
+        self.end(bucket)
+        return sums
+
+    def run_exchange(
+        self, arrays: Sequence[Array], rows: Sequence[Rows], weight: float
+    ) -> tuple[list[Array], list[Rows]]:
+        """Reduces small tensors and sparse gradients; see `FusedExchange.run`."""
+        self.begin(None)
+        results: tuple[list[Array], list[Rows]] = self.exchange.run(arrays, rows, weight)
+        self.end(None)
+        return results
+
+    # -- large gradients in buckets ------------------------------------------------------------
+
     def reduce_in_buckets(
-        self, gradients: Sequence[Reduction], weight: tf.Tensor | None
+        self,
+        gradients: Sequence[Reduction],
+        weights: Sequence[tf.Tensor],
+        check: NonFiniteCheck | None = None,
     ) -> list[tf.Tensor]:
         """Adds the operations that sum dense gradients in buckets."""
-        specs = [static_spec(each.value, each.name) for each in gradients]
+        specs = [_static_spec(each.value, each.name) for each in gradients]
         buckets = plan_buckets(specs, self.bucket_bytes)
         if self.buckets is None:
-            check = self.new_check()
-            reducer = open_reducer(self.communicator, buckets, check, self.wire_format)
-            self.buckets = self.wrap(reducer)
-        return reduce_planned([each.value for each in gradients], buckets, self.buckets, weight)
+            check = check or NonFiniteCheck(self.communicator, self.nonfinite)
+            self.buckets = open_reducer(self.communicator, buckets, check, self.wire_format)
+        return self._bucket_operations([each.value for each in gradients], buckets, weights)
+
+    def _bucket_operations(
+        self,
+        tensors: Sequence[tf.Tensor],
+        buckets: Sequence[Bucket],
+        weights: Sequence[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        received = _receive_on_host(tensors)
+        reduced: dict[int, tf.Tensor] = {}
+        previous: list[tf.Tensor] = []
+        first_launch: list[tf.Tensor] = []
+        with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
+            for number, bucket in enumerate(buckets):
+                values = [received[i] for i in bucket.indices]
+                launch = None
+                if not self.buckets.communicator.on_one_host:
+                    # a session runs no launches whose sums are not fetched, and the first launch
+                    # tells the reducer that the step before is over
+                    with tf.control_dependencies(first_launch):
+                        launch = self._launch_operation(number, values, weights)
+                    first_launch = first_launch or [launch]
+                # chained, as all ranks must reduce the buckets in the same order
+                with tf.control_dependencies(previous):
+                    results = self._sums_operation(number, values, weights, launch)
+                previous = results[:1]
+                for index, result in zip(bucket.indices, results):
+                    result.set_shape(received[index].shape)
+                    reduced[index] = result
+        return [reduced[index] for index in range(len(received))]
+
+    def _launch_operation(
+        self, number: int, values: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]
+    ) -> tf.Tensor:
+        def launch(*arrays: Array) -> Any:
+            self.launch(number, arrays)
+            return np.int32(number)
+
+        name, channel = f"launch_{number}", self.buckets.communicator
+        call = abort_on_error(channel, _weighted(launch, weights))
+        (token,) = in_order(  # [G3] runs when the last gradient of the bucket is received
+            _order(channel, name),
+            lambda *arrays: [tf.numpy_function(call, arrays, tf.int32, name=name)],
+            [*values, *weights],
+            [tf.int32],
+        )
+        return token
+
+    def _sums_operation(
+        self,
+        number: int,
+        values: Sequence[tf.Tensor],
+        weights: Sequence[tf.Tensor],
+        launch: tf.Tensor | None,
+    ) -> list[tf.Tensor]:
+        if launch is None:  # [G3] to [G5]
+            name, inputs = f"reduce_{number}", [*values, *weights]
+            call = _weighted(lambda *arrays: self.sum_inline(number, arrays), weights)
+        else:  # [G5]
+            name, inputs, call = f"wait_{number}", [launch], lambda _: self.wait(number)
+        channel = self.buckets.communicator
+        dtypes = [each.dtype for each in values]
+        call = abort_on_error(channel, call)
+        return call_in_background(call, inputs, dtypes, name, _order(channel, name))
+
+    # -- all other tensors in an exchange ------------------------------------------------------
 
     def _exchange(
-        self, reductions: Sequence[Reduction], weight: tf.Tensor | None
+        self, reductions: Sequence[Reduction], weights: Sequence[tf.Tensor]
     ) -> dict[Reduction, Any]:
         arrays = [each for each in reductions if not each.is_sparse]
         slices = [each for each in reductions if each.is_sparse]
         if self.exchange is None:
-            exchange = FusedExchange(
+            self.exchange = FusedExchange(
                 self.communicator.duplicate("small tensors and sparse gradients"),
                 [each.dense_value() for each in arrays],
                 [each.table() for each in slices],
                 # not that of the buckets: both may run at the same time
-                self.new_check(),
+                NonFiniteCheck(self.communicator, self.nonfinite),
                 self.side_value,
             )
-            self.exchange = self.wrap(exchange)
-        return _exchange_operations(arrays, slices, self.exchange, weight)
+        kinds = [[slices[table] for table in kind] for kind in self.exchange.kinds]
+        with tf.device(HOST_DEVICE), tf.name_scope("host_exchange"):
+            inputs = [each.value for each in arrays]
+            inputs += [part for kind in kinds for part in _join(kind)]
+            outputs = self._exchange_operation(inputs, len(arrays), weights)
+            results: dict[Reduction, Any] = dict(zip(arrays, outputs))
+            for each in arrays:
+                results[each].set_shape(each.value.shape)
+            parts = outputs[len(arrays) :]
+            for kind, counts, indices, values in zip(kinds, parts[::3], parts[1::3], parts[2::3]):
+                results.update(_split_rows(kind, counts, indices, values))
+        return results
 
+    def _exchange_operation(
+        self, inputs: Sequence[tf.Tensor], count: int, weights: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        is_weighted = bool(weights)
 
-def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
-    """Returns True if `reduce_tensors` needs an exchange: not all tensors are large and dense."""
-    return bool(_split(reductions, communicator).in_exchange)
+        def run(*inputs: Array) -> list[Array]:  # arrays, rows of each kind, and a weight
+            weight = float(inputs[-1]) if is_weighted else 1.0
+            parts = inputs[count : len(inputs) - is_weighted]
+            rows = [Rows(*each) for each in zip(parts[::3], parts[1::3], parts[2::3])]
+            arrays, sums = self.run_exchange(inputs[:count], rows, weight)
+            return [*arrays, *(part for each in sums for part in each)]
 
-
-class _Parts(NamedTuple):
-    """Tensors by the way in which they are reduced."""
-
-    in_exchange: list[Reduction]  # all others
-    in_buckets: list[Reduction]  # dense gradients, if their total size is large
-    separate: list[Reduction]  # large dense tensors that are no gradients
-
-
-def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Parts:
-    """Decides how each tensor is reduced."""
-    limit = _SMALL_BYTES / max(1, communicator.size - 1)
-    dense = [each for each in reductions if not each.is_sparse]
-    nbytes = {each: static_spec(each.value, each.name).nbytes for each in dense}
-    gradients = [each for each in dense if each.is_gradient]
-    if sum(nbytes[each] for each in gradients) <= min(limit, _bucket_bytes(communicator)):
-        gradients = []
-    separate = [each for each in dense if not each.is_gradient and nbytes[each] > limit]
-    large = {*gradients, *separate}
-    return _Parts([each for each in reductions if each not in large], gradients, separate)
-
-
-def _exchange_operations(
-    arrays: Sequence[Reduction],
-    slices: Sequence[Reduction],
-    exchange: Any,
-    weight: tf.Tensor | None,
-) -> dict[Reduction, Any]:
-    """Adds the operation that reduces dense tensors and sparse gradients with an exchange."""
-    kinds = [[slices[table] for table in kind] for kind in exchange.kinds]
-    with tf.device(HOST_DEVICE), tf.name_scope("host_exchange"):
-        inputs = [each.value for each in arrays]
-        inputs += [part for kind in kinds for part in _join(kind)]
-        outputs = call_in_background(
-            abort_on_error(
-                exchange.communicator, _runner(exchange, len(arrays), weight is not None)
-            ),
-            [*inputs, *([] if weight is None else [weight])],
+        channel = self.exchange.communicator
+        return call_in_background(
+            abort_on_error(channel, run),
+            [*inputs, *weights],
             [each.dtype for each in inputs],
             name="HostExchange",
-            order=f"channel {exchange.communicator.channel}",
+            order=f"channel {channel.channel}",
         )
-        results: dict[Reduction, Any] = dict(zip(arrays, outputs))
-        for each in arrays:
-            results[each].set_shape(each.value.shape)
-        parts = outputs[len(arrays) :]
-        for kind, counts, indices, values in zip(kinds, parts[::3], parts[1::3], parts[2::3]):
-            results.update(_split_rows(kind, counts, indices, values))
-    return results
+
+
+def _receive_on_host(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """[G2] Receives each gradient on the host, as soon as it is computed."""
+    with tf.device(HOST_DEVICE):
+        return [tf.identity(tensor) for tensor in tensors]
+
+
+def _order(channel: Communicator, call: str) -> str:
+    """Returns the key of the operations that make the same call of a reducer in each step."""
+    return f"channel {channel.channel}: {call}"
+
+
+def _weighted(call: Callable[..., Any], weights: Sequence[tf.Tensor]) -> Callable[..., Any]:
+    """Wraps `call`: the last argument is a weight, which multiplies the other arguments."""
+    if not weights:
+        return call
+
+    def call_weighted(*arrays_and_weight: Array) -> Any:
+        *arrays, factor = arrays_and_weight
+        return call(*(times(array, float(factor)) for array in arrays))
+
+    return call_weighted
 
 
 def _join(kind: Sequence[Reduction]) -> Rows:
@@ -323,60 +447,27 @@ def _reshape(rows: tf.Tensor, row_shape: Sequence[int]) -> tf.Tensor:
     return tf.reshape(rows, [-1, *row_shape])
 
 
-def _runner(exchange: FusedExchange, count: int, is_weighted: bool) -> Any:
-    def run(*inputs: Array) -> list[Array]:  # arrays, rows of each kind, and a weight
-        weight = float(inputs[-1]) if is_weighted else 1.0
-        parts = inputs[count : len(inputs) - is_weighted]
-        rows = [Rows(*each) for each in zip(parts[::3], parts[1::3], parts[2::3])]
-        arrays, sums = exchange.run(inputs[:count], rows, weight)
-        return [*arrays, *(part for each in sums for part in each)]
-
-    return run
+def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
+    """Returns True if `reduce_tensors` needs an exchange: not all tensors are large and dense."""
+    return bool(_split(reductions, communicator).in_exchange)
 
 
-def _numpy(dtype: tf.DType) -> np.dtype[Any]:
-    result: np.dtype[Any] = np.dtype(dtype.as_numpy_dtype)
-    return result
+class _Parts(NamedTuple):
+    """Tensors by the way in which they are reduced."""
+
+    in_exchange: list[Reduction]  # all others
+    in_buckets: list[Reduction]  # dense gradients, if their total size is large
+    separate: list[Reduction]  # large dense tensors that are no gradients
 
 
-def check_gradients(
-    values: Sequence[Any], names: Sequence[str], communicator: Communicator, check: NonFiniteCheck
-) -> list[Any]:
-    """Checks the gradients of a single rank, at least one, which are not reduced.
-
-    Returns:
-      The same gradients. The first one depends on the check of all.
-    """
-    steps = itertools.count()
-
-    def run(finite: Array) -> Any:
-        nonfinite = {name: "NaN or Inf" for name, good in zip(names, finite) if not good}
-        call = CollectiveCall(0, next(steps), name="the gradients of one rank")
-        check.check(call, not nonfinite, lambda: nonfinite, lambda: nonfinite)
-        return np.int32(0)
-
-    first, *rest = values
-    with tf.device(HOST_DEVICE), tf.name_scope("host_check"):
-        finite = [_is_finite(values_of(value)) for value in values]
-        (device, _), *_ = Counter(each.device for each in finite).most_common(1)
-        with tf.device(device):  # one copy of all flags
-            flags = tf.stack(finite)
-        token = tf.numpy_function(abort_on_error(communicator, run), [flags], tf.int32)
-        with tf.control_dependencies([token]):  # backward computes this one last
-            if isinstance(first, tf.IndexedSlices):
-                rows = tf.identity(first.values)
-                return [tf.IndexedSlices(rows, first.indices, first.dense_shape), *rest]
-            return [tf.identity(first), *rest]
-
-
-def _is_finite(tensor: tf.Tensor) -> tf.Tensor:
-    """Checks a gradient where backward computes it, as its memory is faster than the host's."""
-    while tensor.op.type == "Identity":  # its copy on the host
-        (source,) = tensor.op.inputs
-        if source.dtype != source.dtype.base_dtype:
-            break  # a variable of TensorFlow 1, which may have another value by now
-        tensor = source
-    with tf.device(tensor.device):
-        if tensor.dtype.is_floating:
-            return tf.reduce_all(tf.math.is_finite(tensor))
-        return tf.constant(True)
+def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Parts:
+    """Decides how each tensor is reduced."""
+    limit = _SMALL_BYTES / max(1, communicator.size - 1)
+    dense = [each for each in reductions if not each.is_sparse]
+    nbytes = {each: _static_spec(each.value, each.name).nbytes for each in dense}
+    gradients = [each for each in dense if each.is_gradient]
+    if sum(nbytes[each] for each in gradients) <= min(limit, _bucket_bytes(communicator)):
+        gradients = []
+    separate = [each for each in dense if not each.is_gradient and nbytes[each] > limit]
+    large = {*gradients, *separate}
+    return _Parts([each for each in reductions if each not in large], gradients, separate)

@@ -46,12 +46,6 @@ def missing_attribute(module: str) -> Callable[[str], Any]:
     return get
 
 
-def refuse_devices(device_dense: str, device_sparse: str) -> None:
-    """Raises ConfigError if a device for dense or sparse tensors is given."""
-    refuse_device(device_dense, "device_dense")
-    refuse_device(device_sparse, "device_sparse")
-
-
 def refuse_device(device: str, argument: str = "device") -> None:
     """Raises ConfigError if a device for reductions or broadcasts is given."""
     if device:
@@ -59,10 +53,15 @@ def refuse_device(device: str, argument: str = "device") -> None:
 
 
 def refuse_unsupported(
-    device_dense: str, device_sparse: str, process_set: Any, num_groups: int, groups: Any
+    process_set: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    num_groups: int = 0,
+    groups: Any = None,
 ) -> None:
-    """Raises ConfigError if an optimizer or a tape has arguments that are not supported."""
-    refuse_devices(device_dense, device_sparse)
+    """Raises ConfigError if a program gives arguments that are not supported."""
+    refuse_device(device_dense, "device_dense")
+    refuse_device(device_sparse, "device_sparse")
     refuse_process_set(process_set)
     if num_groups or groups is not None:
         raise ConfigError(

@@ -16,7 +16,7 @@ from hostopt import process_ring
 from hostopt.errors import ConfigError
 from hostopt.tensorflow.calls import broadcast_values, call_name, calling
 from hostopt.tensorflow.collectives import check_root
-from hostopt.tensorflow.refusals import refuse_device, refuse_process_set
+from hostopt.tensorflow.refusals import refuse_device
 
 
 def broadcast_variables(
@@ -36,7 +36,6 @@ def broadcast_variables(
     Raises:
       ConfigError: `root_rank` is not a rank.
       CollectiveMismatchError: two ranks have different variables.
-      HostOptError: a rank failed, left or timed out.
     """
     del inplace
     variables = list(variables)
@@ -67,8 +66,7 @@ def broadcast_(
 
 
 def _assign(variables: Sequence[Any], root_rank: int, name: str, process_set: Any) -> list[Any]:
-    with calling(name) as ring:
-        refuse_process_set(process_set)
+    with calling(name, process_set) as ring:
         check_root(root_rank, ring.size)
         tensors = [tf.convert_to_tensor(each) for each in variables]
         values = broadcast_values(ring, tensors, root_rank, name)
@@ -145,8 +143,7 @@ def broadcast_object(
     """
     del session
     name = name or "object"
-    with calling(name) as ring:
-        refuse_process_set(process_set)
+    with calling(name, process_set) as ring:
         check_root(root_rank, ring.size)
         data = encode_or_refuse(obj) if ring.rank == root_rank else b""
         gathered = ring.named.all_gather_bytes(data, name)
@@ -166,8 +163,7 @@ def allgather_object(
     """Returns the objects of all ranks, in rank order; see `broadcast_object`."""
     del session
     name = name or "objects"
-    with calling(name) as ring:
-        refuse_process_set(process_set)
+    with calling(name, process_set) as ring:
         gathered = ring.named.all_gather_bytes(encode_or_refuse(obj), name)
     return [_decode(each, rank) for rank, each in enumerate(gathered)]
 

@@ -69,14 +69,10 @@ def reduction_of(instance: Any) -> GradientReduction:
     return reduction
 
 
-def reduce_gradients(
-    self: Any, gradients: Any, sources: Any, use_generic_names: bool = False
-) -> list[Any]:
-    """Reduces gradients as an optimizer does that `instance_of` has changed."""
-    reduced: list[Any] = self._hostopt_local.reduce(
-        reduction_of(self), gradients, sources, use_generic_names
-    )
-    return reduced
+def reduce_gradients(instance: Any, *arguments: Any) -> list[Any]:
+    """Reduces gradients for an optimizer or a tape; see `LocalSources.reduce`."""
+    local: LocalSources = instance._hostopt_local
+    return local.reduce(reduction_of(instance), *arguments)
 
 
 # -- variables that each rank trains on its own, as in models distributed over the ranks ----

@@ -25,4 +25,4 @@ if hasattr(keras, "ops"):  # which Keras 3 has
     MetricAverageCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
-) = keras_callbacks.callbacks_for(keras, __name__, is_keras_3=False)
+) = keras_callbacks.callbacks_for(keras, __name__)
