@@ -42,8 +42,7 @@ class BucketReducer(abc.ABC):
         self.nonfinite_check = check
         self._buckets = tuple(buckets)
         self._wire_format = wire_format
-        # what a graph makes of the sums of each bucket, in packing order
-        self.results: dict[int, list[Any]] = {}
+        self.results: dict[int, list[Any]] = {}  # the sums of each bucket in a graph
         self._first_step = 0
         self._pools = [BufferPool(bucket) for bucket in self._buckets]
         self._descriptions = [
@@ -67,12 +66,12 @@ class BucketReducer(abc.ABC):
         return self._buckets
 
     def scatter(self, bucket: int) -> bool:
-        """Asks that each rank gets its part of the sums of a bucket only (`Bucket.parts`).
+        """Makes each rank get its `Bucket.parts` of the sums of a bucket only, as flat arrays.
 
-        All ranks must call it alike, before the first step. The others are then undefined.
+        All ranks must call it alike, before the first step.
 
         Returns:
-          True if that saves messages; otherwise nothing changes.
+          False if that would save no message. Nothing changes then.
         """
         del bucket
         return False

@@ -111,8 +111,8 @@ class Reducer(BucketReducer):
         """Waits until a bucket is reduced.
 
         Returns:
-          The sums, in packing order. They are views of a buffer that is not reused while one of
-          them is alive.
+          The sums, in packing order, or this rank's parts of them (`scatter`). They are views of
+          a buffer that is not reused while one of them is alive.
         """
         begin_s = time.monotonic()
         with self._changed:
@@ -121,7 +121,12 @@ class Reducer(BucketReducer):
             buffer = self._reduced.pop(bucket)
             self._pending.discard(bucket)
             self._record_wait(bucket, begin_s, time.monotonic())
-        return self._buckets[bucket].views(buffer)  # [G5] back to the graph
+        plan = self._buckets[bucket]
+        sums = plan.views(buffer)
+        if bucket in self._scattered:
+            parts = plan.parts[self.communicator.rank]
+            return [each.reshape(-1)[part] for each, part in zip(sums, parts)]
+        return sums  # [G5] back to the graph
 
     def close(self) -> None:
         """Ends the communication thread after its current bucket, and frees the buffers."""
