@@ -226,7 +226,8 @@ class TrainingGraph:
     def _divide_updates(self) -> DividedSlots:
         if self._communicator.size == 1 or not self.strategy.options.shard_optimizer:
             return DividedSlots(self._communicator)
-        ends, slots = divide_updates(operations_of_step(self.spec), self._communicator)
+        targets = operations_of_step(self.spec)
+        ends, slots = divide_updates(targets, self._communicator, self.reduction)
         self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, *ends))
         return slots
 

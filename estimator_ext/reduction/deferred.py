@@ -167,6 +167,11 @@ class DeferredReductions:
         return results, reducers
 
 
+def is_stand_in(op: tf.Operation) -> bool:
+    """Returns True for what a program gets in place of a reduced tensor."""
+    return op.type == "PlaceholderWithDefault" and op.name.startswith(STAND_IN)
+
+
 def _stand_in(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
     # a value that is not a gradient gets the gradient of `ValueReduction`, around the stand-in
     graph = tf.compat.v1.get_default_graph()

@@ -7,6 +7,9 @@ The graph of such an update, of which this rank makes elements i to j:
     [U3] the parts of all ranks are joined, in memory that the ranks of one host share
     [U4] the variable takes that memory, without copying
 
+If the gradients of a bucket serve nothing else, their updates are divided as they lie in the
+bucket, and each rank gets gradient[i:j] only: that takes the bytes of an all-reduce, no more.
+
 What has waited for the update waits for [U4]. Each step reads the variable itself, so whatever
 else changes it, such as a hook, counts. TensorFlow changes no memory of NumPy, so it copies the
 variable then: the other ranks read that memory.
@@ -19,7 +22,7 @@ ranks never have more than their parts.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +37,11 @@ from estimator_ext._tf_private import (
 )
 from estimator_ext.graphs.operation_kinds import READS, arguments
 from estimator_ext.graphs.walks import runs_before, users, walk
+from estimator_ext.reduction.deferred import is_stand_in
 from estimator_ext.variables.sync_on_read import assign
-from hostopt.gradients.bucket import TensorSpec
-from hostopt.gradients.divided_update import DividedUpdate, part_of
+from hostopt.gradients.bucket import Bucket, TensorSpec
+from hostopt.gradients.bucket_reducer import BucketReducer
+from hostopt.gradients.divided_update import DividedUpdate
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 _log = tf.get_logger()
@@ -55,11 +60,32 @@ class _Update(NamedTuple):
     slots: list[tf.Variable]
     level: int  # number of updates in the longest chain before it
 
+    @property
+    def spec(self) -> TensorSpec:
+        variable = self.variable
+        dtype = np.dtype(variable.dtype.base_dtype.as_numpy_dtype)
+        return TensorSpec(variable.op.name, tuple(variable.shape.as_list()), dtype)
+
+    @property
+    def gradient(self) -> int:
+        """Index of the gradient among the inputs of the operation."""
+        names = [name for name, _, _ in arguments(self.op)]
+        return names.index("delta" if "delta" in names else "grad")
+
+
+class _Group(NamedTuple):
+    """Updates of one dtype that do not wait for each other."""
+
+    updates: list[_Update]
+    layout: Bucket  # of the variables
+    is_scattered: bool  # True if each rank has its part of the gradients only
+
 
 class _Slot(NamedTuple):
     """A slot of which each rank has a part."""
 
     whole: tf.Variable  # of the program
+    parts: list[slice]  # by rank
     value: tf.Tensor  # of the whole
     initial: tf.Tensor | None  # of the whole, which begins empty; None if it begins with it
     has_value: tf.Tensor  # True if the whole has one
@@ -72,14 +98,16 @@ class _Slot(NamedTuple):
 class DividedSlots:
     """The slots of divided updates, and this rank's parts, in one session."""
 
-    def __init__(
-        self, communicator: hostopt.Communicator, updates: Sequence[_Update] = ()
-    ) -> None:
+    def __init__(self, communicator: hostopt.Communicator, groups: Sequence[_Group] = ()) -> None:
         self._communicator = communicator
-        self._variables = [update.variable for update in updates]
-        whole = [each for update in updates for each in update.slots]
-        self.names = {each.op.name for each in whole}
-        self._slots = [_slot(each, communicator) for each in whole]
+        self._variables = [each.variable for group in groups for each in group.updates]
+        self._slots = [
+            _slot(slot, parts, communicator.rank)
+            for group in groups
+            for update, *parts in zip(group.updates, *group.layout.parts)
+            for slot in update.slots
+        ]
+        self.names = {each.whole.op.name for each in self._slots}
         self._is_gathered = False
 
     def initialize(self, session: tf.compat.v1.Session) -> None:
@@ -97,9 +125,7 @@ class DividedSlots:
             parts = []
             if self._communicator.rank == 0:
                 flat = session.run(each.value).reshape(-1)
-                size = self._communicator.size
-                where = [part_of(flat.size, rank, size) for rank in range(size)]
-                parts = [flat[part].tobytes() for part in where]
+                parts = [flat[part].tobytes() for part in each.parts]
             data = self._communicator.scatter_bytes(parts, f"slot {each.whole.op.name!r}")
             dtype = each.new_part.dtype.as_numpy_dtype
             session.run(each.set_part, {each.new_part: np.frombuffer(data, dtype)})
@@ -136,29 +162,102 @@ class DividedSlots:
 
 
 def divide_updates(
-    targets: Sequence[tf.Operation], communicator: hostopt.Communicator
+    targets: Sequence[tf.Operation], communicator: hostopt.Communicator, reduction: Any
 ) -> tuple[list[tf.Operation], DividedSlots]:
     """Divides the updates of a step. Collective: all ranks must call it.
 
     Args:
       targets: what the step runs.
+      reduction: the `GradientReduction` of the step.
 
     Returns:
       The ends of the divided updates, which the step must run, too; and their slots.
     """
-    updates = _find(targets, communicator.size)
-    specs = {each.variable.op.name: str(_spec(each.variable)) for each in updates}
-    communicator.check_same(specs, "the updates that the ranks divide")
-    _log.info("the ranks divide the updates of %d variables: %s", len(specs), ", ".join(specs))
+    groups = _group(_find(targets), communicator, reduction)
+    texts = {
+        each.variable.op.name: f"{each.spec} in group {number}"
+        + (", scattered" if group.is_scattered else "")
+        for number, group in enumerate(groups)
+        for each in group.updates
+    }
+    communicator.check_same(texts, "the updates that the ranks divide")
+    names = ", ".join(sorted(texts))
+    _log.info("the ranks divide the updates of %d variables: %s", len(texts), names)
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_slots"):
-        slots = DividedSlots(communicator, updates)
-    groups: dict[Any, list[_Update]] = {}
-    for each in updates:
-        groups.setdefault((each.level, each.variable.dtype), []).append(each)
-    return [end for group in groups.values() for end in _divide(group, communicator)], slots
+        slots = DividedSlots(communicator, groups)
+    return [end for group in groups for end in _divide(group, communicator)], slots
 
 
-def _find(targets: Sequence[tf.Operation], count: int) -> list[_Update]:
+def _group(
+    updates: Sequence[_Update], communicator: hostopt.Communicator, reduction: Any
+) -> list[_Group]:
+    """Chooses the updates that are divided, and those whose parts are joined in one call."""
+    groups = []
+    left = {each.op: each for each in updates}
+    for reducer in reduction.reducers:
+        if not isinstance(reducer, BucketReducer):
+            continue
+        for number, results in reducer.results.items():
+            layout = reducer.buckets[number]
+            users = [_only_user(each, left, reduction.at_backward) for each in results]
+            chosen = [each for each in users if each is not None]
+            levels = {each.level for each in chosen}
+            if len(chosen) < len(users) or len(levels) > 1 or layout.nbytes < _MIN_BYTES:
+                continue
+            is_scattered = reducer.scatter(number)
+            if is_scattered:
+                _refuse_fetches(results)
+            groups.append(_Group(chosen, layout, is_scattered))
+            for each in chosen:
+                del left[each.op]
+    others: dict[Any, list[_Update]] = {}
+    for each in left.values():
+        if each.spec.nbytes >= _MIN_BYTES:
+            others.setdefault((each.level, each.spec.dtype), []).append(each)
+    for group in others.values():
+        specs = tuple(each.spec for each in group)
+        layout = Bucket(tuple(range(len(specs))), specs, communicator.size)
+        groups.append(_Group(group, layout, is_scattered=False))
+    return groups
+
+
+def _only_user(
+    gradient: tf.Tensor, updates: Mapping[tf.Operation, _Update], passes: bool
+) -> _Update | None:
+    """Returns the update that alone uses a gradient.
+
+    Args:
+      passes: True if it may use what a scalar makes of the gradient. A program that knows of ranks
+        may fetch that.
+    """
+    consumers = [each for each in gradient.consumers() if not is_stand_in(each)]
+    if len(consumers) != 1:
+        return None
+    (op,) = consumers
+    if op in updates:
+        return updates[op] if op.inputs[updates[op].gradient] is gradient else None
+    scales = op.type in ("Mul", "RealDiv") and op.inputs[1].shape.rank == 0
+    if passes and op.inputs[0] is gradient and (scales or op.type == "Identity"):
+        return _only_user(op.outputs[0], updates, passes)
+    return None
+
+
+def _refuse_fetches(gradients: Sequence[tf.Tensor]) -> None:
+    """Makes it an error to fetch a gradient of which each rank has a part."""
+    for gradient in gradients:
+        for op in filter(is_stand_in, gradient.consumers()):
+            text = (
+                f"{op.outputs[0].name!r} was fetched, but with shard_optimizer=True each rank has "
+                "a part of this gradient. Use it in the graph, as by tf.norm, or leave "
+                "shard_optimizer out"
+            )
+            with tf.device(HOST_DEVICE), tf.control_dependencies(None):
+                refusal = tf.raw_ops.Assert(condition=False, data=[text])
+                with tf.control_dependencies([refusal]):
+                    replace_input(op, 0, _of_unknown_shape(tf.zeros([], gradient.dtype)))
+
+
+def _find(targets: Sequence[tf.Operation]) -> list[_Update]:
     order = walk(targets)
     step = set(order)
     variables = {v.handle.op: v for v in tf.compat.v1.global_variables() if hasattr(v, "handle")}
@@ -170,7 +269,7 @@ def _find(targets: Sequence[tf.Operation], count: int) -> list[_Update]:
             continue
         handles = [tensor.op for _, tensor, is_handle in arguments(op) if is_handle]
         variable, *slots = map(variables.get, handles)
-        if _can_divide(op, variable, slots, step, count):
+        if _can_divide(op, variable, slots, step):
             found.append(_Update(op, variable, slots, levels[op]))
             levels[op] += 1
     return sorted(found, key=lambda each: each.variable.op.name)
@@ -181,36 +280,38 @@ def _can_divide(
     variable: tf.Variable | None,
     slots: Sequence[tf.Variable | None],
     step: Collection[tf.Operation],
-    count: int,
 ) -> bool:
     """Returns True if nothing else in the step changes the variable, or uses its slots."""
     if None in (variable, *slots) or not variable.device.endswith(HOST_DEVICE):
         return False
     if not control_outputs(op):  # a hook may run it by itself, without [U4]
         return False
-    size = variable.shape.num_elements() or 0
-    parts = [part_of(size, index, count) for index in range(count)]
-    is_large = size * variable.dtype.size >= _MIN_BYTES and all(p.start < p.stop for p in parts)
     changes = [each for each in users(variable.handle) if each in step and each.type not in READS]
     uses = [[each for each in users(slot.handle) if each in step] for slot in slots]
-    has_shape = all(slot.shape == variable.shape for slot in slots)
-    return is_large and has_shape and all(each == [op] for each in (changes, *uses))
+    has_shape = all(each.shape == variable.shape for each in slots)
+    is_static = variable.shape.is_fully_defined()
+    return is_static and has_shape and all(each == [op] for each in (changes, *uses))
 
 
-def _divide(group: Sequence[_Update], communicator: hostopt.Communicator) -> list[tf.Operation]:
-    """Divides updates that do not wait for each other, and returns their ends."""
-    waiting = [control_outputs(each.op) for each in group]
-    divided = DividedUpdate(communicator, [_spec(each.variable) for each in group])
+def _divide(group: _Group, communicator: hostopt.Communicator) -> list[tf.Operation]:
+    """Divides updates, and returns their ends."""
+    updates = group.updates
+    waiting = [control_outputs(each.op) for each in updates]
+    divided = DividedUpdate(communicator, group.layout)
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_updates"):
+        parts = [
+            _use_part(update, part, group.is_scattered)
+            for update, part in zip(updates, group.layout.parts[communicator.rank])
+        ]
         new = call_in_background(  # [U3]
-            abort_on_error(communicator, lambda *parts: divided.join(parts)),
-            [_use_part(each, communicator) for each in group],
-            [each.variable.dtype.base_dtype for each in group],
+            abort_on_error(communicator, lambda *arrays: divided.join(arrays)),
+            parts,
+            [each.dtype for each in parts],
             "join",
         )
         ends = [
             tf.raw_ops.AssignVariableOp(resource=update.variable.handle, value=value)  # [U4]
-            for update, value in zip(group, new)
+            for update, value in zip(updates, new)
         ]
     for end, after in zip(ends, waiting):
         for op in after:
@@ -218,22 +319,22 @@ def _divide(group: Sequence[_Update], communicator: hostopt.Communicator) -> lis
     return ends
 
 
-def _use_part(update: _Update, communicator: hostopt.Communicator) -> tf.Tensor:
-    """Makes an update change this rank's part of the variable and slots; returns its result."""
+def _use_part(update: _Update, part: slice, is_scattered: bool) -> tf.Tensor:
+    """Makes an update change a part of the variable and its slots, and returns that part."""
     ops, op, variable = tf.raw_ops, update.op, update.variable
     dtype = variable.dtype.base_dtype
-    copy = _part_variable(variable, communicator)
-    old = _part(ops.ReadVariableOp(resource=variable.handle, dtype=dtype), variable, communicator)
+    copy = _part_variable(variable, part)
+    old = _flat(ops.ReadVariableOp(resource=variable.handle, dtype=dtype))[part]
     add_control_inputs(op, [ops.AssignVariableOp(resource=copy, value=old)])  # [U1]
     parts = {variable.handle.op: copy}
-    parts |= {each.handle.op: _part_variable(each, communicator) for each in update.slots}
+    parts |= {each.handle.op: _part_variable(each, part) for each in update.slots}
     for index, tensor in enumerate(op.inputs):
         if tensor.op in parts:
             replace_input(op, index, parts[tensor.op])
-    index = _gradient(op)
-    gradient = _part(op.inputs[index], variable, communicator)
-    # of unknown shape, as TensorFlow compares the shapes of inputs that replace each other
-    replace_input(op, index, ops.PlaceholderWithDefault(input=gradient, shape=None))
+    gradient = op.inputs[update.gradient]
+    if not is_scattered:
+        gradient = _flat(gradient)[part]
+    replace_input(op, update.gradient, _of_unknown_shape(gradient))
     with tf.control_dependencies([op]):  # [U2]
         return ops.ReadVariableOp(resource=copy, dtype=dtype)
 
@@ -248,13 +349,14 @@ def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: np.ndar
     assign(session, [variable], [memory])
 
 
-def _slot(slot: tf.Variable, communicator: hostopt.Communicator) -> _Slot:
-    ops, handle = tf.raw_ops, _part_variable(slot, communicator)
+def _slot(slot: tf.Variable, parts: list[slice], rank: int) -> _Slot:
+    ops, handle = tf.raw_ops, _part_variable(slot, parts[rank])
     dtype = slot.dtype.base_dtype
     part = ops.ReadVariableOp(resource=handle, dtype=dtype)
     new_part = tf.compat.v1.placeholder(dtype, part.shape)
     return _Slot(
         slot,
+        parts,
         ops.ReadVariableOp(resource=slot.handle, dtype=dtype),
         _begin_empty(slot),
         ops.VarIsInitializedOp(resource=slot.handle),
@@ -271,15 +373,14 @@ def _begin_empty(slot: tf.Variable) -> tf.Tensor | None:
     if initializer.type != "AssignVariableOp":
         return None
     initial = initializer.inputs[1]
-    empty = tf.zeros(_EMPTY, slot.dtype.base_dtype)
-    # of unknown shape: it may be fed with a whole slot
-    replace_input(initializer, 1, tf.raw_ops.PlaceholderWithDefault(input=empty, shape=None))
+    # it may be fed with a whole slot
+    empty = _of_unknown_shape(tf.zeros(_EMPTY, slot.dtype.base_dtype))
+    replace_input(initializer, 1, empty)
     return initial
 
 
-def _part_variable(variable: tf.Variable, communicator: hostopt.Communicator) -> tf.Tensor:
-    """Returns the handle of a variable of ours for this rank's part of another one."""
-    part = part_of(variable.shape.num_elements(), communicator.rank, communicator.size)
+def _part_variable(variable: tf.Variable, part: slice) -> tf.Tensor:
+    """Returns the handle of a variable of ours for a part of another one."""
     return tf.raw_ops.VarHandleOp(
         dtype=variable.dtype.base_dtype,
         shape=[part.stop - part.start],
@@ -287,19 +388,10 @@ def _part_variable(variable: tf.Variable, communicator: hostopt.Communicator) ->
     )
 
 
-def _part(
-    value: tf.Tensor, variable: tf.Variable, communicator: hostopt.Communicator
-) -> tf.Tensor:
-    size = variable.shape.num_elements()
-    return tf.reshape(value, [-1])[part_of(size, communicator.rank, communicator.size)]
+def _flat(value: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(value, [-1])
 
 
-def _gradient(op: tf.Operation) -> int:
-    """Returns the index of the gradient among the inputs of an update."""
-    names = [name for name, _, _ in arguments(op)]
-    return names.index("delta" if "delta" in names else "grad")
-
-
-def _spec(variable: tf.Variable) -> TensorSpec:
-    dtype = np.dtype(variable.dtype.base_dtype.as_numpy_dtype)
-    return TensorSpec(variable.op.name, tuple(variable.shape.as_list()), dtype)
+def _of_unknown_shape(value: tf.Tensor) -> tf.Tensor:
+    """Hides a shape from TensorFlow, which compares those of inputs that replace each other."""
+    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=None)

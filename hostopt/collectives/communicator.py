@@ -18,6 +18,7 @@ from hostopt.collectives.mpi.world import World
 from hostopt.collectives.network import Network
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.collectives.ring import RingGroup
+from hostopt.collectives.ring_schedule import chunk_slices
 from hostopt.collectives.scalar_sum import ScalarSum, new_scalar_sum
 from hostopt.collectives.shared_memory import TensorListView
 from hostopt.collectives.wire_format import WireFormat
@@ -159,6 +160,36 @@ class Communicator(Channel):
             self.network.group(call, wire_format).all_reduce(call, flat, op.ufunc)
         if op is ReduceOp.AVERAGE:
             np.divide(flat, flat.dtype.type(self.size), out=flat)
+
+    @property
+    def uses_ring(self) -> bool:
+        """True if all data go around the ring, neither through memory nor MPI."""
+        return self.hosts is None and self.network.world is None
+
+    def reduce_scatter_in_place(
+        self, flat: Array, call: CollectiveCall, wire_format: WireFormat | None = None
+    ) -> None:
+        """Sums a flat array over the ranks, of which each gets its chunk (`chunk_slices`).
+
+        Collective: all ranks must call it. It needs `uses_ring`. The chunk has the bits that
+        `all_reduce_in_place` would give it; all others are overwritten.
+        """
+        self.begin(call)
+        RingGroup(self.transport, (), wire_format).reduce_scatter_in_place(call, flat)
+
+    def all_gather_in_place(self, flat: Array, name: str = "") -> None:
+        """Fills a flat array, of which each rank has its chunk (`chunk_slices`).
+
+        Collective: all ranks must call it.
+        """
+        if self.uses_ring:
+            call = self.begin_call("all_gather_in_place", name, flat)
+            RingGroup(self.transport).all_gather_in_place(call, flat)
+            return
+        chunks = chunk_slices(flat.size, self.size)
+        data = flat[chunks[self.rank]].view(np.uint8).data  # bfloat16 has no buffer format
+        for chunk, gathered in zip(chunks, self.all_gather_bytes(data, name)):
+            flat[chunk] = np.frombuffer(gathered, flat.dtype)
 
     def reduce_scatter(self, array: Any, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Array:
         """Reduces an array over the ranks. Rank r gets chunk r of the flattened result.

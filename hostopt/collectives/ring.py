@@ -82,16 +82,38 @@ class RingGroup:
     def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
         """Reduces a flat buffer, which is overwritten; returns a copy of this rank's chunk."""
         rounds = reduce_scatter_rounds(self._index, self._size)
-        event_loop.run(self._run(call, flat, rounds, op, self._size))
-        chunk: Array = flat[chunk_slices(flat.size, self._size)[self._index]].copy()
+        slices = chunk_slices(flat.size, self._size)
+        event_loop.run(self._run(call, flat, rounds, op, slices))
+        chunk: Array = flat[slices[self._index]].copy()
         return chunk
+
+    def reduce_scatter_in_place(self, call: CollectiveCall, flat: Array) -> None:
+        """Sums a flat buffer; this rank gets its chunk (`chunk_slices`).
+
+        The chunk has the bits that `all_reduce` would give it. The others are overwritten.
+        """
+        rounds = reduce_scatter_rounds(self._index, self._size)
+        slices = chunk_slices(flat.size, self._size)
+        wire, chunk = self._wire_format, flat[slices[self._index]]
+        if wire is not None and self._size == 2:  # all_reduce would send the values, rounded
+            _encode(wire, chunk, keep=True)
+        event_loop.run(self._run(call, flat, rounds, np.add, slices))
+        if wire is not None and self._size > 2:  # and here the sums
+            _encode(wire, chunk, keep=True)
+
+    def all_gather_in_place(self, call: CollectiveCall, flat: Array) -> None:
+        """Fills a flat buffer, of which each rank has its chunk (`chunk_slices`)."""
+        rounds = all_gather_rounds(self._index, self._size)
+        slices = chunk_slices(flat.size, self._size)
+        event_loop.run(self._run(call, flat, rounds, np.add, slices))
 
     def all_gather(self, call: CollectiveCall, array: Array) -> Array:
         """Gathers a contiguous array from every rank, as [size, ...] in the order of members."""
         result = np.empty((self._size, *array.shape), array.dtype)
         result[self._index] = array
         rounds = all_gather_rounds(self._index, self._size)
-        event_loop.run(self._run(call, result.reshape(-1), rounds, np.add, self._size))
+        slices = chunk_slices(result.size, self._size)
+        event_loop.run(self._run(call, result.reshape(-1), rounds, np.add, slices))
         return result
 
     def broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
@@ -135,13 +157,18 @@ class RingGroup:
             await recursive_doubling.all_reduce(self._transport, self._members, call, flat, op)
             return
         rounds = all_reduce_rounds(self._index, self._size)
-        chunks = 1 if self._size == 2 else self._size
-        await self._run(call, flat, rounds, op, chunks)
+        count = 1 if self._size == 2 else self._size
+        await self._run(call, flat, rounds, op, chunk_slices(flat.size, count))
 
     async def _run(
-        self, call: CollectiveCall, flat: Array, rounds: list[Round], op: np.ufunc, chunks: int
+        self,
+        call: CollectiveCall,
+        flat: Array,
+        rounds: list[Round],
+        op: np.ufunc,
+        slices: Sequence[slice],
     ) -> None:
-        """Executes a schedule on a flat buffer cut into `chunks` chunks, in place.
+        """Executes a schedule on a flat buffer that is cut into chunks, in place.
 
         With a wire format, sent values are rounded, and reduction is in float32. The last values
         that a rank encodes are the ones that all ranks keep: it stores the rounded values itself,
@@ -154,7 +181,6 @@ class RingGroup:
         # The option is the size of a segment on the wire. In memory it may be larger.
         wire_bytes = self._transport.options.segment_bytes
         segment_bytes = wire_bytes * flat.itemsize // wire.dtype.itemsize
-        slices = chunk_slices(flat.size, chunks)
         phases = [round_.phase for round_ in rounds]
         first_chunk, last = rounds[0].send, len(rounds) - 1
         # In an exchange and in an all-gather nobody encodes the first chunk again.

@@ -17,8 +17,10 @@ import numpy as np
 
 from hostopt.collectives.call import Array
 from hostopt.collectives.finite import PIECE, all_within
+from hostopt.collectives.ring_schedule import chunk_slices
 
-# TensorFlow uses an array without copying it if the array is aligned to this many bytes.
+# TensorFlow uses an array without copying it if the array is aligned to this many bytes. No vector
+# of a processor is longer.
 ALIGNMENT_BYTES = 64
 
 
@@ -45,6 +47,7 @@ class Bucket:
 
     indices: tuple[int, ...]  # of the gradients in variable order, listed in packing order
     specs: tuple[TensorSpec, ...]  # in packing order
+    chunk_count: int = 1  # the flat buffer has so many aligned chunks of the same size
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -55,6 +58,10 @@ class Bucket:
     def nbytes(self) -> int:
         """Size of the packed gradients in bytes, including padding for alignment."""
         return sum(_padded(spec.nbytes) for spec in self.specs)
+
+    @property
+    def _buffer_bytes(self) -> int:
+        return _padded(self.nbytes + ALIGNMENT_BYTES, self.chunk_count * ALIGNMENT_BYTES)
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -73,12 +80,28 @@ class Bucket:
         sizes = [_padded(spec.nbytes) // self.dtype.itemsize for spec in self.specs]
         return [0, *itertools.accumulate(sizes[:-1])]
 
+    @functools.cached_property
+    def chunks(self) -> list[slice]:
+        """Chunks of the flat buffer: rank r reduces chunk r."""
+        return chunk_slices(self._buffer_bytes // self.dtype.itemsize, self.chunk_count)
+
     def new_buffer(self) -> Array:
         """Allocates an aligned buffer of zeros, with space for a flag at its end."""
-        nbytes = self.nbytes + ALIGNMENT_BYTES
+        nbytes = self._buffer_bytes
         raw = np.zeros(nbytes + ALIGNMENT_BYTES, np.uint8)
         start = -raw.ctypes.data % ALIGNMENT_BYTES
         return raw[start : start + nbytes].view(self.dtype)
+
+    @functools.cached_property
+    def parts(self) -> list[list[slice]]:
+        """The elements of each gradient, in packing order, that each chunk contains."""
+        return [
+            [
+                _within(chunk, start, math.prod(spec.shape))
+                for start, spec in zip(self.starts, self.specs)
+            ]
+            for chunk in self.chunks
+        ]
 
     def zeros(self) -> list[Array]:
         """Returns gradients of zeros, in packing order."""
@@ -103,7 +126,9 @@ class Bucket:
         return within
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+def plan_buckets(
+    specs: Sequence[TensorSpec], bucket_bytes: int, chunk_count: int = 1
+) -> tuple[Bucket, ...]:
     """Assigns gradients to buckets of one dtype each, in the order in which backward fills them.
 
     A gradient of more than `bucket_bytes` gets its own bucket.
@@ -120,7 +145,9 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
         filled_bytes[dtype] += nbytes
     # backward completes a bucket with its last gradient
     groups.sort(key=lambda group: group[-1], reverse=True)
-    return tuple(Bucket(tuple(group), tuple(specs[i] for i in group)) for group in groups)
+    return tuple(
+        Bucket(tuple(group), tuple(specs[i] for i in group), chunk_count) for group in groups
+    )
 
 
 def describe_bucket(buckets: Sequence[Bucket], index: int) -> str:
@@ -158,5 +185,11 @@ def free_buffers(buffers: Sequence[Array]) -> list[int]:
     ]
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _within(chunk: slice, start: int, size: int) -> slice:
+    """Returns the elements of a gradient at `start` that a chunk of the flat buffer contains."""
+    begin, end = (min(max(edge - start, 0), size) for edge in (chunk.start, chunk.stop))
+    return slice(begin, end)
+
+
+def _padded(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
+    return -(-nbytes // unit) * unit

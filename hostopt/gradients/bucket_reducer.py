@@ -6,6 +6,7 @@ import abc
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,7 @@ class BucketReducer(abc.ABC):
         self.nonfinite_check = check
         self._buckets = tuple(buckets)
         self._wire_format = wire_format
+        self.results: dict[int, list[Any]] = {}  # the sums of each bucket in a graph
         self._first_step = 0
         self._pools = [BufferPool(bucket) for bucket in self._buckets]
         self._descriptions = [
@@ -57,6 +59,22 @@ class BucketReducer(abc.ABC):
     def count_from(self, step: int) -> None:
         """Sets the number of the first step, the same on all ranks, before any reduction."""
         self._first_step = step
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets, in the order in which they are reduced."""
+        return self._buckets
+
+    def scatter(self, bucket: int) -> bool:
+        """Makes each rank get its `Bucket.parts` of the sums of a bucket only, as flat arrays.
+
+        All ranks must call it alike, before the first step.
+
+        Returns:
+          False if that would save no message. Nothing changes then.
+        """
+        del bucket
+        return False
 
     def zeros(self, bucket: int) -> list[Array]:
         """Returns gradients of zeros for a bucket, for a rank that has no gradients."""

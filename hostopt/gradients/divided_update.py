@@ -7,7 +7,6 @@ are as long as a rank holds them.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 
@@ -15,37 +14,24 @@ import numpy as np
 
 from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import Communicator
-from hostopt.gradients.bucket import Bucket, BufferPool, TensorSpec
+from hostopt.gradients.bucket import Bucket, BufferPool
 from hostopt.gradients.bucket_reducer import SharedSlots
-
-# Parts begin at multiples of this many elements, so that the vector instructions of an update meet
-# the same elements as in the whole variable.
-_UNIT = 64
-
-
-def part_of(size: int, index: int, count: int) -> slice:
-    """Returns the elements of a variable of `size` elements that rank `index` updates."""
-    units = -(-size // _UNIT)
-    begin, end = (min(size, _UNIT * (units * i // count)) for i in (index, index + 1))
-    return slice(begin, end)
 
 
 class DividedUpdate:
-    """Joins the parts of some variables of one dtype.
+    """Joins the parts of some variables.
 
     Args:
-      specs: name, shape and dtype of each variable.
+      variables: name, shape and dtype of each variable, with a chunk for each rank.
     """
 
-    def __init__(self, communicator: Communicator, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, communicator: Communicator, variables: Bucket) -> None:
         self._communicator = communicator.duplicate("divided updates")
-        self._variables = Bucket(tuple(range(len(specs))), tuple(specs))
-        sizes = [math.prod(spec.shape) for spec in specs]
-        count = communicator.size
-        self._parts = [[part_of(size, i, count) for size in sizes] for i in range(count)]
+        self._variables = variables
+        self._parts = variables.parts[communicator.rank]
         is_shared = self._communicator.on_one_host
-        self._slots = SharedSlots(self._communicator, self._variables) if is_shared else None
-        self._pool = BufferPool(self._variables)
+        self._slots = SharedSlots(self._communicator, variables) if is_shared else None
+        self._pool = BufferPool(variables)
         self._lock = threading.Lock()
 
     def join(self, parts: Sequence[Array]) -> list[Array]:
@@ -74,20 +60,18 @@ class DividedUpdate:
         if taken is None:
             return None
         channel, slot = taken
-        values = self._variables.views(slot)
-        self._write(values, self._communicator.rank, parts)
+        values = self._write(slot, parts)
         channel.barrier(call, self._variables.nbytes)
         return values
 
     def _gather(self, parts: Sequence[Array]) -> list[Array]:
-        values = self._variables.views(self._pool.take())
-        data = np.concatenate(parts).view(np.uint8).data  # bfloat16 has no buffer format
-        for rank, gathered in enumerate(self._communicator.all_gather_bytes(data)):
-            flat = np.frombuffer(gathered, self._variables.dtype)
-            lengths = [part.stop - part.start for part in self._parts[rank]]
-            self._write(values, rank, np.split(flat, np.cumsum(lengths)[:-1]))
+        buffer = self._pool.take()
+        values = self._write(buffer, parts)
+        self._communicator.all_gather_in_place(buffer)
         return values
 
-    def _write(self, values: Sequence[Array], rank: int, parts: Sequence[Array]) -> None:
-        for value, where, part in zip(values, self._parts[rank], parts):
+    def _write(self, buffer: Array, parts: Sequence[Array]) -> list[Array]:
+        values = self._variables.views(buffer)
+        for value, where, part in zip(values, self._parts, parts):
             np.copyto(value.reshape(-1)[where], part)
+        return values

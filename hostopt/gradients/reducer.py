@@ -10,10 +10,12 @@ import time
 from collections.abc import Sequence
 from typing import Union
 
+from hostopt.collectives import recursive_doubling
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite, safe_limit
 from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.collectives.scalar_sum import ScalarSum
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
 from hostopt.gradients.bucket import Bucket
@@ -48,6 +50,8 @@ class Reducer(BucketReducer):
     ) -> None:
         option = communicator.transport.options.compression
         super().__init__(communicator, buckets, check, wire_format or new_wire_format(option))
+        self._scattered: set[int] = set()
+        self._flags: ScalarSum | None = None  # of scattered buckets
         self._limits = [self._limit(bucket) for bucket in self._buckets]
         self._step = 0
         self._next = 0  # bucket that is reduced next
@@ -62,6 +66,18 @@ class Reducer(BucketReducer):
         self._stop_listening = communicator.transport.mailbox.on_failure(self._fail)
         self._thread = threading.Thread(target=self._run, daemon=True, name="hostopt-reducer")
         self._thread.start()
+
+    def scatter(self, bucket: int) -> bool:
+        """See `BucketReducer.scatter`."""
+        nbytes = self._buckets[bucket].nbytes
+        # a smaller one is not reduced by a ring
+        if not self.communicator.uses_ring or nbytes <= recursive_doubling.MOST_BYTES:
+            return False
+        if self._flags is None:
+            self._flags = self.communicator.open_scalar_sum("flags")
+            self._whole = self.communicator.duplicate("whole sums")
+        self._scattered.add(bucket)
+        return True
 
     def launch(self, bucket: int, arrays: Sequence[Array]) -> None:
         """Starts the reduction of a copy of a bucket's gradients, without blocking."""
@@ -95,8 +111,8 @@ class Reducer(BucketReducer):
         """Waits until a bucket is reduced.
 
         Returns:
-          The sums, in packing order. They are views of a buffer that is not reused while one of
-          them is alive.
+          The sums, in packing order, or this rank's parts of them (`scatter`). They are views of
+          a buffer that is not reused while one of them is alive.
         """
         begin_s = time.monotonic()
         with self._changed:
@@ -105,7 +121,12 @@ class Reducer(BucketReducer):
             buffer = self._reduced.pop(bucket)
             self._pending.discard(bucket)
             self._record_wait(bucket, begin_s, time.monotonic())
-        return self._buckets[bucket].views(buffer)  # [G5] back to the graph
+        plan = self._buckets[bucket]
+        sums = plan.views(buffer)
+        if bucket in self._scattered:
+            parts = plan.parts[self.communicator.rank]
+            return [each.reshape(-1)[part] for each, part in zip(sums, parts)]
+        return sums  # [G5] back to the graph
 
     def close(self) -> None:
         """Ends the communication thread after its current bucket, and frees the buffers."""
@@ -162,13 +183,17 @@ class Reducer(BucketReducer):
         call = CollectiveCall(self.communicator.channel, step, index, name, signature)
         wire_format = self._format_of(plan)
         # [G4] the ring, while backward computes the next buckets
-        self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, call, wire_format)
+        if index in self._scattered:
+            is_finite = self._reduce_scatter(plan, buffer, call, wire_format)
+        else:
+            self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, call, wire_format)
+            is_finite = not buffer[-1] or all_finite(buffer)  # scanned unless all flags are 0
         end_s = time.monotonic()
         self.nonfinite_check.check(
             call,
-            not buffer[-1] or all_finite(buffer),  # scanned unless all flags are 0
+            is_finite,
             lambda: nonfinite,
-            lambda: find_nonfinite(plan.names, plan.views(buffer)),
+            lambda: self._find_in_sums(index, buffer),
             None if wire_format is None else wire_format.name,
         )
         with self._changed:
@@ -180,6 +205,25 @@ class Reducer(BucketReducer):
             if self._next == len(self._buckets):
                 self._begin_step()
             self._changed.notify_all()
+
+    def _reduce_scatter(
+        self, plan: Bucket, buffer: Array, call: CollectiveCall, wire_format: WireFormat | None
+    ) -> bool:
+        """Sums a bucket, of which this rank gets its chunk; True if all sums are finite."""
+        assert self._flags is not None
+        self._flags.start(float(buffer[-1]), 0.0)  # travels at the same time
+        self.communicator.reduce_scatter_in_place(buffer, call, wire_format)
+        if not self._flags.wait()[0]:
+            return True
+        chunk = plan.chunks[self.communicator.rank]
+        self._flags.start(float(not all_finite(buffer[chunk])), 0.0)
+        return not self._flags.wait()[0]
+
+    def _find_in_sums(self, index: int, buffer: Array) -> dict[str, str]:
+        plan = self._buckets[index]
+        if index in self._scattered:
+            self._whole.all_gather_in_place(buffer, self._descriptions[index])
+        return find_nonfinite(plan.names, plan.views(buffer))
 
     def _limit(self, bucket: Bucket) -> float:
         """Largest magnitude of a gradient whose sum must be finite, in memory and on the wire."""

@@ -280,7 +280,7 @@ class Reducers:
     ) -> list[tf.Tensor]:
         """Adds the operations that sum dense gradients in buckets."""
         specs = [_static_spec(each.value, each.name) for each in gradients]
-        buckets = plan_buckets(specs, self.bucket_bytes)
+        buckets = plan_buckets(specs, self.bucket_bytes, self.communicator.size)
         if self.buckets is None:
             check = check or NonFiniteCheck(self.communicator, self.nonfinite)
             self.buckets = open_reducer(self.communicator, buckets, check, self.wire_format)
@@ -309,6 +309,7 @@ class Reducers:
                 # chained, as all ranks must reduce the buckets in the same order
                 with tf.control_dependencies(previous):
                     results = self._sums_operation(number, values, weights, launch)
+                self.buckets.results[number] = results
                 previous = results[:1]
                 for index, result in zip(bucket.indices, results):
                     result.set_shape(received[index].shape)

@@ -17,9 +17,12 @@ PROGRAMS = ["embedding", "clipped", "average", "in_place", "loaded", "no_slots",
 PROGRAMS += ["accumulate", "skipped"]
 
 
+@pytest.mark.parametrize(("size", "communication"), [(2, "shm"), (3, "grpc+tcp")])
 @pytest.mark.parametrize("cases", [OPTIMIZERS, PROGRAMS], ids=["optimizers", "programs"])
-def test_checkpoints_are_those_of_undivided_updates(tmp_path: Path, cases: list[str]) -> None:
-    compare(tmp_path, cases)
+def test_checkpoints_are_those_of_undivided_updates(
+    tmp_path: Path, cases: list[str], size: int, communication: str
+) -> None:
+    compare(tmp_path, cases, size, communication)
 
 
 def test_another_number_of_ranks_continues(tmp_path: Path) -> None:
@@ -48,16 +51,25 @@ def test_a_killed_training_resumes(tmp_path: Path, communication: str) -> None:
     check_same(tmp_path / "divided" / "steps", tmp_path / "whole" / "adam")
 
 
-def test_a_slot_that_the_program_assigns_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "code", "text"),
+    [
+        ("assigned", 78, "slot 'first/Adam' was assigned during the training"),
+        ("fetched", 1, "each rank has a part of this gradient"),
+    ],
+)
+def test_what_has_only_a_part_of_a_value_is_refused(
+    tmp_path: Path, case: str, code: int, text: str
+) -> None:
     with Ranks(tmp_path) as ranks:
         started = ranks.run(
             "divided_updates.py",
             2,
-            codes=[78],
-            arguments=[str(tmp_path), "4", "assigned"],
-            environ={"HOSTOPT_SHARD_OPTIMIZER": "true"},
+            codes=[code],
+            arguments=[str(tmp_path), "4", case],
+            environ={"HOSTOPT_SHARD_OPTIMIZER": "true", "HOSTOPT_COMMUNICATION": "grpc+tcp"},
         )
-    assert "slot 'first/Adam' was assigned during the training" in started[0].output
+    assert text in started[0].output
 
 
 def test_a_rank_has_memory_for_its_part_of_the_slots(tmp_path: Path) -> None:

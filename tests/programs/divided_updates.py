@@ -138,6 +138,10 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         pairs = estimator_ext.reduce_gradients(optimizer.compute_gradients(loss))
         clipped, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], 0.1)
         train_op = optimizer.apply_gradients(zip(clipped, [v for _, v in pairs]), step)
+    elif case == "fetched":
+        pairs = estimator_ext.reduce_gradients(optimizer.compute_gradients(loss))
+        hooks.append(train.LoggingTensorHook({"gradient": pairs[0][0]}, 1))
+        train_op = optimizer.apply_gradients(pairs, step)
     elif case == "two":
         before = optimizer.minimize(loss, var_list=[first, last])
         with tf.control_dependencies([before]):

@@ -13,6 +13,8 @@ from rings import Spawn
 
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
+from hostopt.collectives.ring_schedule import chunk_slices
+from hostopt.collectives.wire_format import new_wire_format
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ALL_DTYPES = [np.dtype(name) for name in ("f2", "f4", "f8", "i1", "u1", "i4", "i8")] + [BFLOAT16]
@@ -107,6 +109,33 @@ def test_all_gather(spawn: Spawn, size: int) -> None:
     cases = itertools.product([0, 1, 10], ALL_DTYPES)
     for kind, arrays in results(spawn, size, cases, Communicator.all_gather):
         check_bits(arrays, stacked(size, *kind), kind[1])
+
+
+@pytest.mark.parametrize("wire_format", [None, "bf16"])
+@pytest.mark.parametrize("size", SIZES)
+def test_chunks_in_place_have_the_bits_of_an_all_reduce(
+    spawn: Spawn, size: int, wire_format: str | None
+) -> None:
+    length = 30_001  # too much for recursive doubling
+
+    def work(communicator: Communicator) -> None:
+        values = np.random.default_rng(communicator.rank).normal(size=length).astype(np.float32)
+        wire, kinds = new_wire_format(wire_format), ("all_reduce", "reduce_scatter_in_place")
+        whole, parts = values.copy(), values.copy()
+        calls = [communicator.signed_call(kind, "", values) for kind in kinds]
+        communicator.all_reduce_in_place(whole, ReduceOp.SUM, calls[0], wire)
+        if communicator.uses_ring:
+            communicator.reduce_scatter_in_place(parts, calls[1], wire)
+        else:
+            parts = whole.copy()
+        chunk = chunk_slices(length, size)[communicator.rank]
+        np.testing.assert_array_equal(parts[chunk], whole[chunk])
+        gathered = np.full_like(parts, np.nan)
+        gathered[chunk] = parts[chunk]
+        communicator.all_gather_in_place(gathered)
+        np.testing.assert_array_equal(gathered, whole)
+
+    spawn(size, work, segment_bytes=4096)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -232,3 +261,21 @@ def test_bytes_on_the_wire(spawn_ring: Spawn, size: int) -> None:
             assert payload == rounds * chunk_bytes  # all-reduce: 2 (size - 1) / size of the array
             assert messages == rounds * 5
             assert headers == messages * header_bytes
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_scattering_and_gathering_send_as_much_as_an_all_reduce(
+    spawn_ring: Spawn, size: int
+) -> None:
+    def work(communicator: Communicator) -> tuple[int, int]:
+        flat = np.ones(120_000, np.float32)
+        traffic = communicator.transport.traffic
+        begin = traffic.payload_bytes
+        communicator.all_reduce(flat)
+        middle = traffic.payload_bytes
+        communicator.reduce_scatter_in_place(flat, communicator.signed_call("scatter", "", flat))
+        communicator.all_gather_in_place(flat)
+        return middle - begin, traffic.payload_bytes - middle
+
+    for all_reduce, both in spawn_ring(size, work):
+        assert both == pytest.approx(all_reduce, rel=0.001)

@@ -75,6 +75,29 @@ def test_a_bucket_exceeds_the_limit_only_for_a_single_gradient(bucket_bytes: int
 # --- the buffer -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
+def test_parts_of_the_ranks_cover_each_gradient_once(count: int, dtype: object) -> None:
+    sizes = [1000, 1, 0, 33, 300]
+    bucket = Bucket(tuple(range(5)), tuple(spec(f"v{n}", (n,), dtype) for n in sizes), count)
+    parts = bucket.parts
+    assert len(parts) == count
+    nbytes = []
+    for rank, chunk in enumerate(bucket.chunks):
+        buffer = bucket.new_buffer()
+        buffer[chunk] = 1
+        views = bucket.views(buffer)
+        for view, part in zip(views, parts[rank]):
+            assert part.start % (64 // bucket.dtype.itemsize) == 0 or part.start == view.size
+            assert view[part].all()
+            view[part] = 0
+        assert not any(view.any() for view in views)
+        nbytes.append((chunk.stop - chunk.start) * bucket.dtype.itemsize)
+    for index, size in enumerate(sizes):
+        assert [i for rank in parts for i in range(size)[rank[index]]] == list(range(size))
+    assert max(nbytes) == min(nbytes)
+
+
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i4", "i8", ml_dtypes.bfloat16])
 def test_views_of_a_packed_buffer_equal_the_gradients(dtype: object) -> None:
     shapes = [(3,), (), (2, 5), (0, 4), (33,), (1, 1, 1)]

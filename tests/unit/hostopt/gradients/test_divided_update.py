@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from rings import Spawn
 
 from hostopt.collectives.communicator import Communicator
-from hostopt.gradients.bucket import TensorSpec
-from hostopt.gradients.divided_update import DividedUpdate, part_of
+from hostopt.gradients.bucket import Bucket, TensorSpec
+from hostopt.gradients.divided_update import DividedUpdate
 
 FLOAT = np.dtype(np.float32)
 SHAPES = [(7, 41), (300,), (1, 5), (2, 3, 64)]
 
 
-def spec(index: int, shape: tuple[int, ...], dtype: np.dtype[Any] = FLOAT) -> TensorSpec:
-    return TensorSpec(f"v{index}", shape, dtype)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1000, 64 * 7])
-def test_parts_cover_a_variable_once(size: int, count: int) -> None:
-    parts = [part_of(size, index, count) for index in range(count)]
-    assert [element for part in parts for element in range(size)[part]] == list(range(size))
-    assert all(part.start % 64 == 0 or part.start == size for part in parts)
-    lengths = [len(range(size)[part]) for part in parts]
-    assert max(lengths) - min(lengths) <= 2 * 64
+def bucket(size: int, *shapes: tuple[int, ...]) -> Bucket:
+    specs = [TensorSpec(f"v{i}", shape, FLOAT) for i, shape in enumerate(shapes)]
+    return Bucket(tuple(range(len(specs))), tuple(specs), size)
 
 
 def parts_of(values: list[np.ndarray], communicator: Communicator) -> list[np.ndarray]:
-    where = [part_of(value.size, communicator.rank, communicator.size) for value in values]
+    shapes = [value.shape for value in values]
+    where = bucket(communicator.size, *shapes).parts[communicator.rank]
     return [value.reshape(-1)[part] for value, part in zip(values, where)]
 
 
@@ -39,7 +29,7 @@ def parts_of(values: list[np.ndarray], communicator: Communicator) -> list[np.nd
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_ranks_get_what_each_updates(transport: str, size: int) -> None:
     def run(communicator: Communicator) -> list[list[np.ndarray]]:
-        divided = DividedUpdate(communicator, [spec(i, s) for i, s in enumerate(SHAPES)])
+        divided = DividedUpdate(communicator, bucket(communicator.size, *SHAPES))
         steps = [[np.arange(np.prod(s), dtype=FLOAT).reshape(s) + 1 for s in SHAPES]]
         for _ in range(4):
             parts = parts_of(steps[-1], communicator)
@@ -53,7 +43,7 @@ def test_all_ranks_get_what_each_updates(transport: str, size: int) -> None:
         count = int(np.prod(shape))
         factors = np.empty(count, FLOAT)
         for rank in range(size):
-            factors[part_of(count, rank, size)] = rank + 2
+            factors[bucket(size, *SHAPES).parts[rank][index]] = rank + 2
         for step in range(5):
             wanted = (np.arange(count, dtype=FLOAT) + 1) * factors**step
             for steps in results:  # the values of all steps are still held
@@ -62,8 +52,8 @@ def test_all_ranks_get_what_each_updates(transport: str, size: int) -> None:
 
 def test_values_are_read_only_and_lie_in_memory_that_the_ranks_share() -> None:
     def run(communicator: Communicator) -> tuple[bool, bytes]:
-        divided = DividedUpdate(communicator, [spec(0, (256,))])
-        (value,) = divided.join([np.zeros(128, FLOAT)])
+        divided = DividedUpdate(communicator, bucket(communicator.size, (256,)))
+        (value,) = divided.join(parts_of([np.zeros(256, FLOAT)], communicator))
         if communicator.rank == 1:
             value.base.view(FLOAT)[:3] = 5
         communicator.barrier("rank 1 has written")
@@ -74,10 +64,11 @@ def test_values_are_read_only_and_lie_in_memory_that_the_ranks_share() -> None:
 
 def test_memory_is_reused_when_no_rank_holds_old_values() -> None:
     def run(communicator: Communicator) -> int:
-        divided = DividedUpdate(communicator, [spec(0, (256,))])
+        divided = DividedUpdate(communicator, bucket(communicator.size, (256,)))
         addresses = set()
         for _ in range(10):
-            values = divided.join([np.zeros(128, FLOAT)])  # while the ones before are held
+            # while the ones before are held
+            values = divided.join(parts_of([np.zeros(256, FLOAT)], communicator))
             addresses.add(values[0].ctypes.data)
         return len(addresses)
 
@@ -86,11 +77,13 @@ def test_memory_is_reused_when_no_rank_holds_old_values() -> None:
 
 def test_ranks_without_memory_to_share_use_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(communicator: Communicator) -> np.ndarray:
-        divided = DividedUpdate(communicator, [spec(0, (256,))])
+        divided = DividedUpdate(communicator, bucket(communicator.size, (256,)))
         memory = divided._communicator.memory
         assert memory is not None
         monkeypatch.setattr(memory, "is_declined", communicator.rank == 1)
-        return divided.join([np.full(128, communicator.rank + 1, FLOAT)])[0]
+        parts = parts_of([np.full(256, communicator.rank + 1, FLOAT)], communicator)
+        return divided.join(parts)[0]
 
-    for result in Spawn("shm")(2, run):
-        np.testing.assert_array_equal(result, np.repeat(np.array([1, 2], FLOAT), 128))
+    first, second = Spawn("shm")(2, run)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(np.unique(first), [1, 2])

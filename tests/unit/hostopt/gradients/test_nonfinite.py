@@ -88,6 +88,38 @@ def errors_of(
     return errors
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("where", [0, -1])
+def test_ranks_with_parts_of_the_sums_raise_the_same_error(
+    spawn_ring: Spawn, size: int, where: int
+) -> None:
+    specs = [TensorSpec("large", (30_000,), np.dtype("f4")), TensorSpec("v", (7,), np.dtype("f4"))]
+
+    def work(communicator: Communicator, bad: float, last: int) -> str:
+        reducer = open_reducer(communicator, plan_buckets(specs, 1 << 20, size))
+        assert reducer.scatter(0)
+
+        def step(value: float) -> int:
+            large = np.ones(30_000, np.float32)
+            if communicator.rank <= last:
+                large[where] = value
+            reducer.launch(0, [np.ones(7, np.float32), large])
+            return sum(part.size for part in reducer.wait(0))
+
+        for value in (1.0, LARGEST / 4):  # a large sum need not be infinite
+            assert step(value) < 30_007 * 0.6
+        with pytest.raises(NonFiniteGradientError) as caught:
+            step(bad)
+        reducer.close()
+        return str(caught.value)
+
+    (text,) = {*spawn_ring(size, lambda each: work(each, NAN, 0))}
+    assert "rank 0 (" in text
+    assert "has NaN for 'large'" in text
+    (text,) = {*spawn_ring(size, lambda each: work(each, LARGEST, size))}
+    assert "their sum has overflowed: Inf for 'large'" in text
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("bad", "kind"), [(NAN, "NaN"), (-INF, "Inf")])
 def test_all_ranks_raise_the_same_error(spawn: Spawn, size: int, bad: float, kind: str) -> None:

@@ -60,6 +60,34 @@ def test_sums_of_several_steps(spawn: Spawn, size: int, compression: str | None)
     spawn(size, work, segment_bytes=16, compression=compression)
 
 
+@pytest.mark.parametrize("compression", [None, "bf16"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_rank_gets_its_parts_of_the_sums(
+    spawn_ring: Spawn, size: int, compression: str | None
+) -> None:
+    shapes = [(100, 301), (3,), (7, 1), (20_000,)]
+    specs = [TensorSpec(f"v{i}", shape, np.dtype("f4")) for i, shape in enumerate(shapes)]
+    (bucket,) = plan_buckets(specs, 1 << 20, size)
+
+    def work(communicator: Communicator) -> None:
+        whole, parts = (
+            Reducer(communicator, [bucket], NonFiniteCheck(communicator)) for _ in range(2)
+        )
+        assert parts.scatter(0)
+        for step in range(3):
+            rng = np.random.default_rng([communicator.rank, step])
+            arrays = [rng.normal(size=spec.shape).astype(np.float32) for spec in bucket.specs]
+            for reducer in (whole, parts):
+                reducer.launch(0, arrays)
+            sums = whole.wait(0)
+            for total, own, part in zip(sums, parts.wait(0), bucket.parts[communicator.rank]):
+                np.testing.assert_array_equal(own, total.reshape(-1)[part])
+        for reducer in (whole, parts):
+            reducer.close()
+
+    spawn_ring(size, work, compression=compression)
+
+
 def test_every_order_of_launches_and_waits(spawn: Spawn) -> None:
     size, orders = 2, list(itertools.permutations(range(len(BUCKETS))))
 
