@@ -97,6 +97,7 @@ def test_ranks_by_host(ring: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     for rank in range(5):
         monkeypatch.setattr(current, "rank", rank)
+        monkeypatch.setattr(current, "local_ranks", current.hosts.members(rank))
         seen.append((hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()))
     assert seen == [(0, 2, 0, 2), (0, 3, 1, 2), (1, 2, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
 
