@@ -17,6 +17,7 @@ import hostopt
 from estimator_ext._tf_private import options_in_graph
 from estimator_ext.data_workers.worker import bypass_proxies, check_reach, wait_for_start
 from estimator_ext.errors import UnsupportedError
+from estimator_ext.options import options_of
 from estimator_ext.pipelines.divided_pipeline import (
     INSTEAD,
     check_dataset,
@@ -45,7 +46,7 @@ _EXIT_S = 5.0  # for the functions that a program calls at its end
 
 def mode_of(config: Any, cluster: hostopt.Cluster) -> str:
     """Returns how the training data are prepared: "distributed_epoch" or "off"."""
-    mode = getattr(config, "data_service", None)
+    mode = options_of(config).data_service
     if mode not in (None, OFF) and not cluster.data:
         raise hostopt.ConfigError(
             f"RunConfig.data_service is {mode!r}, and there are no data workers. Start the "
@@ -91,7 +92,7 @@ class DataService:
                 job_name=name,
                 max_outstanding_requests=max(_PREFETCHED, len(self._cluster.data)),
             )
-            return prepared.prefetch(getattr(config, "prefetch_depth", None) or _PREFETCHED)
+            return prepared.prefetch(options_of(config).prefetch_depth or _PREFETCHED)
 
     @property
     def _service(self) -> str:

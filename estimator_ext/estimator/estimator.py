@@ -52,6 +52,7 @@ from estimator_ext.estimator.validation import (
 from estimator_ext.evaluation.evaluators import Evaluators, SumMetricsHook
 from estimator_ext.graphs.global_step import GlobalStepCheckHook
 from estimator_ext.input.reads import prefetched
+from estimator_ext.options import options_of
 from estimator_ext.session.guard import SessionCloseHook
 from estimator_ext.session.hooks import EventsFilePerProcessHook
 from estimator_ext.session.preemption import Preemption, PreemptionHook
@@ -118,7 +119,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
 
     @property
     def _iterations(self) -> int:
-        return getattr(self._config, "iterations_per_loop", 1)
+        return options_of(self._config).iterations_per_loop
 
     # -- training ---------------------------------------------------------------------------
 
@@ -309,7 +310,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         )
         if self._is_strict:
             check_data(data)
-        depth = getattr(self._config, "prefetch_depth", None)
+        depth = options_of(self._config).prefetch_depth
         return prefetched(data, depth) if mode == ModeKeys.TRAIN and depth else data
 
     def _call_model_fn(self, features: Any, labels: Any, mode: str, config: Any) -> Any:

@@ -30,6 +30,7 @@ from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_private import cached_value_of, control_flow_context, last_steps
 from estimator_ext.checkpoints.file_errors import absolute
 from estimator_ext.graphs.walks import runs_before, walk
+from estimator_ext.options import options_of
 from estimator_ext.reduction.uneven_data import BatchWeights
 from estimator_ext.spec import stock_spec
 from hostopt.gradients.reducer import AnyReducer
@@ -359,7 +360,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._reducers = reducers
         self._every_steps = config.save_summary_steps or 0
         self._model_dir = model_dir
-        self._steps_per_run = getattr(config, "iterations_per_loop", 1)
+        self._steps_per_run = options_of(config).iterations_per_loop
         self._reports = StragglerReports(communicator)
         self._step = 0
         self._sent: tuple[int, StepTimes] | None = None

@@ -13,9 +13,14 @@ from estimator_ext._tf_estimator import RunConfig as _StockRunConfig
 from estimator_ext.data_workers.service import MODES as DATA_MODES
 from estimator_ext.data_workers.service import OFF, mode_of
 from estimator_ext.input.state import KINDS
+from estimator_ext.options import TrainingOptions
 from estimator_ext.reduction.uneven_data import MODES
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 from hostopt.options import MAX_COUNT, shown
+
+
+def _option(name: str, doc: str) -> property:
+    return property(attrgetter(f"_options.{name}"), doc=doc)
 
 
 class RunConfig(_StockRunConfig):
@@ -61,14 +66,26 @@ class RunConfig(_StockRunConfig):
         strict or data_service is not one of its possible values.
     """
 
-    timeline = property(attrgetter("_timeline"), doc="File name for Chrome traces, as given.")
-    accumulate_steps = property(attrgetter("_accumulate_steps"), doc="Micro-batches of a step.")
-    uneven_data = property(attrgetter("_uneven_data"), doc='"join" or "stop".')
-    resume_data = property(attrgetter("_resume_data"), doc='"state" or "skip".')
-    iterations_per_loop = property(attrgetter("_iterations_per_loop"), doc="Steps of a run.")
-    prefetch_depth = property(attrgetter("_prefetch_depth"), doc="In batches; None adds none.")
-    strict = property(attrgetter("_strict"), doc="True for the rules of accelerator estimators.")
-    data_service = property(attrgetter("_data_service"), doc="Mode of the data workers, as given.")
+    timeline = property(
+        attrgetter("_options.timeline"), doc="File name for Chrome traces, as given."
+    )
+    accumulate_steps = property(
+        attrgetter("_options.accumulate_steps"), doc="Micro-batches of a step."
+    )
+    uneven_data = _option("uneven_data", '"join" or "stop".')
+    resume_data = _option("resume_data", '"state" or "skip".')
+    iterations_per_loop = property(
+        attrgetter("_options.iterations_per_loop"), doc="Steps of a run."
+    )
+    prefetch_depth = property(
+        attrgetter("_options.prefetch_depth"), doc="In batches; None adds none."
+    )
+    strict = property(
+        attrgetter("_options.strict"), doc="True for the rules of accelerator estimators."
+    )
+    data_service = property(
+        attrgetter("_options.data_service"), doc="Mode of the data workers, as given."
+    )
 
     def __init__(
         self,
@@ -84,20 +101,26 @@ class RunConfig(_StockRunConfig):
         **fields: Any,
     ) -> None:
         super().__init__(*args, **fields)
-        self._timeline = timeline
-        self._accumulate_steps = positive_integer("accumulate_steps", accumulate_steps)
-        self._uneven_data = _one_of("uneven_data", uneven_data, MODES)
-        self._resume_data = _one_of("resume_data", resume_data, KINDS)
-        self._iterations_per_loop = positive_integer("iterations_per_loop", iterations_per_loop)
-        self._prefetch_depth = prefetch_depth
+        positive_integer("accumulate_steps", accumulate_steps)
+        _one_of("uneven_data", uneven_data, MODES)
+        _one_of("resume_data", resume_data, KINDS)
+        positive_integer("iterations_per_loop", iterations_per_loop)
         if prefetch_depth is not None:
             positive_integer("prefetch_depth", prefetch_depth)
         if not isinstance(strict, bool):
             raise ValueError(f"strict is {shown(strict)}, wanted True or False. Give one of them")
-        self._strict = strict
         if data_service is not None:
             _one_of("data_service", data_service, DATA_MODES)
-        self._data_service = data_service
+        self._options = TrainingOptions(
+            timeline,
+            accumulate_steps,
+            uneven_data,
+            resume_data,
+            iterations_per_loop,
+            prefetch_depth,
+            strict,
+            data_service,
+        )
         self.check_loop()
         if isinstance(self.train_distribute, HostOffloadStrategy):
             if timeline is not None:
@@ -126,9 +149,9 @@ class RunConfig(_StockRunConfig):
 
     def check_loop(self) -> None:
         """Checks `iterations_per_loop` against the other options."""
-        if self._iterations_per_loop == 1:
+        if self.iterations_per_loop == 1:
             return
-        text = f"iterations_per_loop is {self._iterations_per_loop}, wanted 1"
+        text = f"iterations_per_loop is {self.iterations_per_loop}, wanted 1"
         strategy = self.train_distribute
         workers = number_of_workers(strategy)
         on_ranks = isinstance(strategy, HostOffloadStrategy)
@@ -137,9 +160,9 @@ class RunConfig(_StockRunConfig):
                 f"{text} with {workers} workers: they communicate once in each run of the "
                 "session. Leave it out, or train with one worker"
             )
-        if self._accumulate_steps > 1:
+        if self.accumulate_steps > 1:
             raise hostopt.ConfigError(
-                f"{text} with accumulate_steps={self._accumulate_steps}: each micro-batch is a "
+                f"{text} with accumulate_steps={self.accumulate_steps}: each micro-batch is a "
                 "run of the session. Leave one of the two out"
             )
 
@@ -151,13 +174,12 @@ def number_of_workers(strategy: Any) -> int:
     return strategy.num_replicas_in_sync if strategy else 1
 
 
-def _one_of(name: str, value: Any, words: Sequence[str]) -> str:
+def _one_of(name: str, value: Any, words: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in words:
         raise ValueError(
             f"{name} is {shown(value)}, wanted one of {', '.join(words)}. Give one of them, or "
             "leave it out"
         )
-    return value
 
 
 def positive_integer(name: str, value: Any, most: int = MAX_COUNT) -> int:

@@ -74,6 +74,7 @@ from estimator_ext.input.state import (
 )
 from estimator_ext.local_steps.hook import SyncHook
 from estimator_ext.local_steps.replicas import Replicas, build_replicas, check_outer_slots
+from estimator_ext.options import options_of
 from estimator_ext.pipelines.sharding import dividing, few_files_refused
 from estimator_ext.reduction.accumulation import Accumulation
 from estimator_ext.reduction.divided_updates import DividedSlots, divide_updates
@@ -81,7 +82,6 @@ from estimator_ext.reduction.gradient_marks import MarkedGraph
 from estimator_ext.reduction.gradient_reduction import GradientReduction
 from estimator_ext.reduction.skipped_updates import HooksWithoutNan
 from estimator_ext.reduction.uneven_data import (
-    MODES,
     BatchWeights,
     Needs,
     check_endless,
@@ -133,7 +133,7 @@ class TrainingGraph:
     def __post_init__(self) -> None:
         self._communicator = self.strategy.communicator
         self._is_chief = self.strategy.cluster.is_chief
-        self._steps_per_run = getattr(self.config, "iterations_per_loop", 1)
+        self._steps_per_run = options_of(self.config).iterations_per_loop
 
     def build(self, functions: ModelFunctions, stack: contextlib.ExitStack) -> None:
         """Builds the step and its hooks in the default graph. Collective.
@@ -401,7 +401,7 @@ def build_input(
       stack: receives the scopes in which the data workers are watched and errors are explained.
     """
     communicator = strategy.communicator
-    kind = getattr(config, "resume_data", KINDS[0])
+    kind = options_of(config).resume_data
     communicator.check_same({"resume_data": repr(kind)}, "the configurations of the ranks")
     counter = None if kind == KINDS[0] else BatchCounter()
     service = stack.enter_context(data_service(strategy, config))
@@ -412,7 +412,7 @@ def build_input(
         data = call_input_fn(tf.distribute.InputContext(1, 0, strategy.num_replicas_in_sync))
     if communicator.rank == 0:
         log_limits(data, communicator.size, is_counted=counter is not None)
-    micro_batches = getattr(config, "accumulate_steps", 1)
+    micro_batches = options_of(config).accumulate_steps
     needs = Needs(weights=False, join=False)
     if communicator.size > 1 and not reduction.is_local:
         needs = needs_of(data, communicator, config.session_config)
@@ -435,7 +435,7 @@ def build_input(
         if counts:
             counts = [accumulation.all_examples, accumulation.total(counts[1], "batches")]
     if counts:
-        weights = BatchWeights(*counts, communicator, getattr(config, "uneven_data", MODES[0]))
+        weights = BatchWeights(*counts, communicator, options_of(config).uneven_data)
         reduction.values.weights = weights
         if needs.join and reduction.accumulation is None:  # compute nothing without data
             with tf.control_dependencies([weights.mean_weight]):

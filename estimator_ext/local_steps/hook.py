@@ -32,6 +32,7 @@ import hostopt
 from estimator_ext._tf_private import save, timer_of
 from estimator_ext.local_steps.replica_part import Difference
 from estimator_ext.local_steps.replicas import Fragment, Replicas
+from estimator_ext.options import options_of
 from estimator_ext.session.coordinated_stop import Coordinated, EndStopSaveHook
 from estimator_ext.session.preemption import PreemptionHook
 from estimator_ext.strategy.local_steps import LocalSteps
@@ -103,8 +104,8 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._stops = stops
         self._examples_in_step = examples
         # of accumulated micro-batches only the last one is counted
-        self._knows_examples = getattr(config, "accumulate_steps", 1) == 1
-        self._ends_together = getattr(config, "uneven_data", "join") == "stop"
+        self._knows_examples = options_of(config).accumulate_steps == 1
+        self._ends_together = options_of(config).uneven_data == "stop"
         self._checks = strategy.options.desync_check_steps > 0
         self._preemptions = [h.preemption for h in hooks if isinstance(h, PreemptionHook)]
         # the main thread and the one in the background take turns in collectives

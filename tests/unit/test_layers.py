@@ -33,7 +33,7 @@ LAYERS = [
     ["hostopt.cli"],
     ["estimator_ext._tf_private", "estimator_ext.errors"],
     ["estimator_ext._tf_estimator"],
-    ["estimator_ext.spec"],
+    ["estimator_ext.options", "estimator_ext.spec"],
     ["estimator_ext.checkpoints", "estimator_ext.variables"],
     ["estimator_ext.graphs"],
     ["estimator_ext.pipelines", "estimator_ext.evaluation"],

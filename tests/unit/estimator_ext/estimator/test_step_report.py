@@ -66,7 +66,7 @@ def test_steps_of_loops_are_counted(spawn_inproc: Spawn) -> None:
     times = StepTimes(0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0)
     reducer: Any = SimpleNamespace(last_times=times, count_from=lambda step: None)
     session: Any = SimpleNamespace(run=lambda step: 8)
-    config: Any = SimpleNamespace(save_summary_steps=10, iterations_per_loop=4)
+    config = estimator_ext.RunConfig(save_summary_steps=10, iterations_per_loop=4)
 
     def run(communicator: hostopt.Communicator) -> tuple[list[int], list[int | None]]:
         sent: list[int] = []
