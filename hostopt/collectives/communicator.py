@@ -11,14 +11,13 @@ import numpy as np
 from hostopt.cluster.cluster import Cluster
 from hostopt.collectives import recursive_doubling
 from hostopt.collectives.call import Array, Channel, CollectiveCall
-from hostopt.collectives.host_memory import HostMemory
+from hostopt.collectives.host_memory import HierarchicalAllReduce, HostMemory
 from hostopt.collectives.hosts import Hosts
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.mpi.world import World
 from hostopt.collectives.network import Network
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.collectives.ring import RingGroup
-from hostopt.collectives.ring_schedule import chunk_slices
 from hostopt.collectives.scalar_sum import ScalarSum, new_scalar_sum
 from hostopt.collectives.shared_memory import TensorListView
 from hostopt.collectives.wire_format import WireFormat
@@ -149,9 +148,7 @@ class Communicator(Channel):
         if call.signature is UNSIGNED:
             call = _signed(call, op, flat, wire_format)
         self.begin(call)
-        hierarchical = None
-        if self.memory is not None:
-            hierarchical = self.memory.hierarchical(flat.nbytes, call.signature.text)
+        hierarchical = self._hierarchical(flat, call)
         if hierarchical is not None:
             hierarchical.all_reduce(flat, op.ufunc, call, wire_format, source)
         else:
@@ -162,34 +159,46 @@ class Communicator(Channel):
             np.divide(flat, flat.dtype.type(self.size), out=flat)
 
     @property
-    def uses_ring(self) -> bool:
-        """True if all data go around the ring, neither through memory nor MPI."""
-        return self.hosts is None and self.network.world is None
+    def has_chunks(self) -> bool:
+        """True if the network carries a chunk of a flat array for each rank, or for each host."""
+        return self.network.world is None and (self.hosts is None or self.hosts.are_even)
 
     def reduce_scatter_in_place(
         self, flat: Array, call: CollectiveCall, wire_format: WireFormat | None = None
     ) -> None:
-        """Sums a flat array over the ranks, of which each gets its chunk (`chunk_slices`).
+        """Sums a flat array of n equal chunks for n ranks, of which rank r gets chunk r.
 
-        Collective: all ranks must call it. It needs `uses_ring`. The chunk has the bits that
+        Collective: all ranks must call it. It needs `has_chunks`. The chunk has the bits that
         `all_reduce_in_place` would give it; all others are overwritten.
         """
         self.begin(call)
-        RingGroup(self.transport, (), wire_format).reduce_scatter_in_place(call, flat)
+        hierarchical = self._hierarchical(flat, call)
+        if hierarchical is not None:
+            hierarchical.reduce_scatter(flat, call, wire_format)
+        else:
+            RingGroup(self.transport, (), wire_format).reduce_scatter_in_place(call, flat)
 
     def all_gather_in_place(self, flat: Array, name: str = "") -> None:
-        """Fills a flat array, of which each rank has its chunk (`chunk_slices`).
+        """Fills a flat array of n equal chunks for n ranks, of which rank r has chunk r.
 
         Collective: all ranks must call it.
         """
-        if self.uses_ring:
+        if self.has_chunks:
             call = self.begin_call("all_gather_in_place", name, flat)
-            RingGroup(self.transport).all_gather_in_place(call, flat)
+            hierarchical = self._hierarchical(flat, call)
+            if hierarchical is not None:
+                hierarchical.all_gather(flat, call)
+            else:
+                RingGroup(self.transport).all_gather_in_place(call, flat)
             return
-        chunks = chunk_slices(flat.size, self.size)
-        data = flat[chunks[self.rank]].view(np.uint8).data  # bfloat16 has no buffer format
-        for chunk, gathered in zip(chunks, self.all_gather_bytes(data, name)):
-            flat[chunk] = np.frombuffer(gathered, flat.dtype)
+        parts = np.split(flat.view(np.uint8), self.size)  # bfloat16 has no buffer format
+        for part, data in zip(parts, self.all_gather_bytes(parts[self.rank].data, name)):
+            part[:] = np.frombuffer(data, np.uint8)
+
+    def _hierarchical(self, flat: Array, call: CollectiveCall) -> HierarchicalAllReduce | None:
+        if self.memory is None:
+            return None
+        return self.memory.hierarchical(flat.nbytes, call.signature.text)
 
     def reduce_scatter(self, array: Any, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Array:
         """Reduces an array over the ranks. Rank r gets chunk r of the flattened result.

@@ -40,6 +40,12 @@ class HierarchicalAllReduce:
         [H3] each leader broadcasts the result on its host       1 from 0, 3 from 2
 
     With one host, only [H1] runs. A rank that is alone on its host has no shared memory.
+
+    A flat buffer has a chunk for each rank. If all hosts have the same number of ranks in a row,
+    their chunks make the chunk of the host. A reduce-scatter and an all-gather need only that one:
+
+        [H4] as [H1], then the leaders reduce-scatter, and each broadcasts the chunk of its host
+        [H5] the ranks of a host gather its chunk, the leaders all-gather, and broadcast the rest
     """
 
     def __init__(
@@ -47,7 +53,8 @@ class HierarchicalAllReduce:
     ) -> None:
         self.shared_memory = shared_memory
         self._leaders = hosts.leaders
-        self._leader = hosts.members(transport.rank)[0]
+        self._members = hosts.members(transport.rank)
+        self._leader = self._members[0]
         self._transport = transport
 
     def all_reduce(
@@ -59,10 +66,7 @@ class HierarchicalAllReduce:
         source: TensorListView | None = None,
     ) -> None:
         """Reduces an array over all ranks, in place. Collective: all ranks must call it."""
-        if self.shared_memory is not None:
-            self.shared_memory.all_reduce(flat, op, call, source)  # [H1]
-        elif source is not None:
-            source.copy_to(flat)
+        self._reduce_on_host(flat, op, call, source)
         if len(self._leaders) == 1:
             return
         if self._transport.rank == self._leader:
@@ -70,6 +74,43 @@ class HierarchicalAllReduce:
             leaders.all_reduce(call, flat, op)  # [H2]
         if self.shared_memory is not None:
             self.shared_memory.broadcast(flat, self._leader, call)  # [H3]
+
+    def _reduce_on_host(
+        self, flat: Array, op: np.ufunc, call: CollectiveCall, source: TensorListView | None
+    ) -> None:
+        if self.shared_memory is not None:
+            self.shared_memory.all_reduce(flat, op, call, source)  # [H1]
+        elif source is not None:
+            source.copy_to(flat)
+
+    def reduce_scatter(
+        self, flat: Array, call: CollectiveCall, wire_format: WireFormat | None
+    ) -> None:
+        """Sums an array, of which this rank gets the chunk of its host: [H4]."""
+        self._reduce_on_host(flat, np.add, call, None)
+        if self._transport.rank == self._leader:
+            leaders = RingGroup(self._transport, self._leaders, wire_format)
+            leaders.reduce_scatter_in_place(call, flat)
+        if self.shared_memory is not None:
+            self.shared_memory.broadcast(self._chunk_of_host(flat), self._leader, call)
+
+    def all_gather(self, flat: Array, call: CollectiveCall) -> None:
+        """Fills an array, of which each rank has its chunk: [H5]."""
+        if self.shared_memory is not None:
+            chunk = self._chunk_of_host(flat)
+            parts = np.split(chunk.view(np.uint8), len(self._members))
+            own = parts[self._members.index(self._transport.rank)]
+            for part, data in zip(parts, self.shared_memory.all_gather_bytes(own.data, call)):
+                part[:] = np.frombuffer(data, np.uint8)
+        if self._transport.rank == self._leader:
+            RingGroup(self._transport, self._leaders).all_gather_in_place(call, flat)
+        if self.shared_memory is not None:
+            self.shared_memory.broadcast(flat, self._leader, call)
+
+    def _chunk_of_host(self, flat: Array) -> Array:
+        index = self._leaders.index(self._leader)
+        chunk: Array = np.split(flat, len(self._leaders))[index]
+        return chunk
 
 
 class HostMemory:

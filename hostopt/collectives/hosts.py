@@ -35,6 +35,12 @@ class Hosts:
         """True if all ranks share one host."""
         return len(self.groups) == 1
 
+    @property
+    def are_even(self) -> bool:
+        """True if all hosts have the same number of ranks, and each has them in a row."""
+        ranks = [rank for group in self.groups for rank in group]
+        return ranks == sorted(ranks) and len({len(group) for group in self.groups}) == 1
+
     def members(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that share a host with `rank`, including `rank`."""
         (group,) = [group for group in self.groups if rank in group]

@@ -88,7 +88,7 @@ class RingGroup:
         return chunk
 
     def reduce_scatter_in_place(self, call: CollectiveCall, flat: Array) -> None:
-        """Sums a flat buffer; this rank gets its chunk (`chunk_slices`).
+        """Sums a flat buffer; this rank gets its chunk of `chunk_slices`.
 
         The chunk has the bits that `all_reduce` would give it. The others are overwritten.
         """
@@ -102,7 +102,7 @@ class RingGroup:
             _encode(wire, chunk, keep=True)
 
     def all_gather_in_place(self, call: CollectiveCall, flat: Array) -> None:
-        """Fills a flat buffer, of which each rank has its chunk (`chunk_slices`)."""
+        """Fills a flat buffer, of which each member has its chunk of `chunk_slices`."""
         rounds = all_gather_rounds(self._index, self._size)
         slices = chunk_slices(flat.size, self._size)
         event_loop.run(self._run(call, flat, rounds, np.add, slices))

@@ -71,7 +71,7 @@ class Reducer(BucketReducer):
         """See `BucketReducer.scatter`."""
         nbytes = self._buckets[bucket].nbytes
         # a smaller one is not reduced by a ring
-        if not self.communicator.uses_ring or nbytes <= recursive_doubling.MOST_BYTES:
+        if not self.communicator.has_chunks or nbytes <= recursive_doubling.MOST_BYTES:
             return False
         if self._flags is None:
             self._flags = self.communicator.open_scalar_sum("flags")

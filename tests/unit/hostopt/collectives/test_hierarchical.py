@@ -14,6 +14,7 @@ from hostopt.collectives.call import CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.host_memory import open_hierarchical
 from hostopt.collectives.hosts import Hosts
+from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.ring_schedule import chunk_slices
 from hostopt.collectives.wire_format import new_wire_format
 
@@ -93,3 +94,46 @@ def test_results_have_the_defined_bits(
             np.testing.assert_array_equal(local, reference(groups, length, compression))
 
     spawn_inproc(size, work, segment_bytes=SEGMENT_BYTES)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [[(0,), (1,)], [(0, 1), (2, 3)], [(0, 1, 2), (3, 4, 5)], [(0, 1), (2, 3), (4, 5), (6, 7)]],
+)
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_chunks_of_even_hosts_have_the_bits_of_an_all_reduce(
+    spawn_inproc: Spawn, groups: list[tuple[int, ...]], compression: str | None
+) -> None:
+    size, length = sum(map(len, groups)), 24 * 1000
+
+    def work(plain: Communicator) -> None:
+        wire = new_wire_format(compression)  # it has a buffer
+        communicator = Communicator(plain.transport, 1, "chunks", Hosts(tuple(groups)))
+        assert communicator.has_chunks
+        local = values(communicator.rank, length)
+        whole, chunks = local.copy(), local.copy()
+        calls = [communicator.signed_call(kind, "", local) for kind in ("whole", "chunks")]
+        communicator.all_reduce_in_place(whole, ReduceOp.SUM, calls[0], wire)
+        communicator.reduce_scatter_in_place(chunks, calls[1], wire)
+        own = chunk_slices(length, size)[communicator.rank]
+        np.testing.assert_array_equal(chunks[own], whole[own])
+        gathered = np.full_like(chunks, np.nan)
+        gathered[own] = chunks[own]
+        communicator.all_gather_in_place(gathered)
+        np.testing.assert_array_equal(gathered, whole)
+
+    spawn_inproc(size, work, segment_bytes=4096)
+
+
+@pytest.mark.parametrize("groups", [[(0, 1, 2), (3,)], [(0, 2), (1, 3)]])
+def test_chunks_of_uneven_hosts_are_gathered(
+    spawn_inproc: Spawn, groups: list[tuple[int, ...]]
+) -> None:
+    def work(plain: Communicator) -> None:
+        communicator = Communicator(plain.transport, 1, "chunks", Hosts(tuple(groups)))
+        assert not communicator.has_chunks
+        flat = np.where(np.arange(4000) // 1000 == communicator.rank, 1.0, np.nan)
+        communicator.all_gather_in_place(flat)
+        assert (flat == 1).all()
+
+    spawn_inproc(4, work)
