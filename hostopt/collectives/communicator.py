@@ -148,7 +148,7 @@ class Communicator(Channel):
         if call.signature is UNSIGNED:
             call = _signed(call, op, flat, wire_format)
         self.begin(call)
-        hierarchical = self._hierarchical(flat, call)
+        hierarchical = self.hierarchical(flat, call)
         if hierarchical is not None:
             hierarchical.all_reduce(flat, op.ufunc, call, wire_format, source)
         else:
@@ -158,44 +158,8 @@ class Communicator(Channel):
         if op is ReduceOp.AVERAGE:
             np.divide(flat, flat.dtype.type(self.size), out=flat)
 
-    @property
-    def has_chunks(self) -> bool:
-        """True if the network carries a chunk of a flat array for each rank, or for each host."""
-        return self.network.world is None and (self.hosts is None or self.hosts.are_even)
-
-    def reduce_scatter_in_place(
-        self, flat: Array, call: CollectiveCall, wire_format: WireFormat | None = None
-    ) -> None:
-        """Sums a flat array of n equal chunks for n ranks, of which rank r gets chunk r.
-
-        Collective: all ranks must call it. It needs `has_chunks`. The chunk has the bits that
-        `all_reduce_in_place` would give it; all others are overwritten.
-        """
-        self.begin(call)
-        hierarchical = self._hierarchical(flat, call)
-        if hierarchical is not None:
-            hierarchical.reduce_scatter(flat, call, wire_format)
-        else:
-            RingGroup(self.transport, (), wire_format).reduce_scatter_in_place(call, flat)
-
-    def all_gather_in_place(self, flat: Array, name: str = "") -> None:
-        """Fills a flat array of n equal chunks for n ranks, of which rank r has chunk r.
-
-        Collective: all ranks must call it.
-        """
-        if self.has_chunks:
-            call = self.begin_call("all_gather_in_place", name, flat)
-            hierarchical = self._hierarchical(flat, call)
-            if hierarchical is not None:
-                hierarchical.all_gather(flat, call)
-            else:
-                RingGroup(self.transport).all_gather_in_place(call, flat)
-            return
-        parts = np.split(flat.view(np.uint8), self.size)  # bfloat16 has no buffer format
-        for part, data in zip(parts, self.all_gather_bytes(parts[self.rank].data, name)):
-            part[:] = np.frombuffer(data, np.uint8)
-
-    def _hierarchical(self, flat: Array, call: CollectiveCall) -> HierarchicalAllReduce | None:
+    def hierarchical(self, flat: Array, call: CollectiveCall) -> HierarchicalAllReduce | None:
+        """Returns what reduces an array in two levels, or None; see `HostMemory.hierarchical`."""
         if self.memory is None:
             return None
         return self.memory.hierarchical(flat.nbytes, call.signature.text)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hostopt.collectives import chunks
 from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import Communicator
 from hostopt.gradients.bucket import Bucket, BufferPool
@@ -67,7 +68,7 @@ class DividedUpdate:
     def _gather(self, parts: Sequence[Array]) -> list[Array]:
         buffer = self._pool.take()
         values = self._write(buffer, parts)
-        self._communicator.all_gather_in_place(buffer)
+        chunks.all_gather(self._communicator, buffer)
         return values
 
     def _write(self, buffer: Array, parts: Sequence[Array]) -> list[Array]:

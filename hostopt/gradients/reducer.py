@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Union
 
-from hostopt.collectives import recursive_doubling
+from hostopt.collectives import chunks, recursive_doubling
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite, safe_limit
@@ -71,7 +71,7 @@ class Reducer(BucketReducer):
         """See `BucketReducer.scatter`."""
         nbytes = self._buckets[bucket].nbytes
         # a smaller one is not reduced by a ring
-        if not self.communicator.has_chunks or nbytes <= recursive_doubling.MOST_BYTES:
+        if not chunks.has_chunks(self.communicator) or nbytes <= recursive_doubling.MOST_BYTES:
             return False
         if self._flags is None:
             self._flags = self.communicator.open_scalar_sum("flags")
@@ -212,7 +212,7 @@ class Reducer(BucketReducer):
         """Sums a bucket, of which this rank gets its chunk; True if all sums are finite."""
         assert self._flags is not None
         self._flags.start(float(buffer[-1]), 0.0)  # travels at the same time
-        self.communicator.reduce_scatter_in_place(buffer, call, wire_format)
+        chunks.reduce_scatter(self.communicator, buffer, call, wire_format)
         if not self._flags.wait()[0]:
             return True
         chunk = plan.chunks[self.communicator.rank]
@@ -222,7 +222,7 @@ class Reducer(BucketReducer):
     def _find_in_sums(self, index: int, buffer: Array) -> dict[str, str]:
         plan = self._buckets[index]
         if index in self._scattered:
-            self._whole.all_gather_in_place(buffer, self._descriptions[index])
+            chunks.all_gather(self._whole, buffer, self._descriptions[index])
         return find_nonfinite(plan.names, plan.views(buffer))
 
     def _limit(self, bucket: Bucket) -> float:

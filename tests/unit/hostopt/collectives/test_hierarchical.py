@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rings import Spawn
 
+from hostopt.collectives import chunks
 from hostopt.collectives.call import CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.host_memory import open_hierarchical
@@ -109,17 +110,17 @@ def test_chunks_of_even_hosts_have_the_bits_of_an_all_reduce(
     def work(plain: Communicator) -> None:
         wire = new_wire_format(compression)  # it has a buffer
         communicator = Communicator(plain.transport, 1, "chunks", Hosts(tuple(groups)))
-        assert communicator.has_chunks
+        assert chunks.has_chunks(communicator)
         local = values(communicator.rank, length)
-        whole, chunks = local.copy(), local.copy()
+        whole, parts = local.copy(), local.copy()
         calls = [communicator.signed_call(kind, "", local) for kind in ("whole", "chunks")]
         communicator.all_reduce_in_place(whole, ReduceOp.SUM, calls[0], wire)
-        communicator.reduce_scatter_in_place(chunks, calls[1], wire)
+        chunks.reduce_scatter(communicator, parts, calls[1], wire)
         own = chunk_slices(length, size)[communicator.rank]
-        np.testing.assert_array_equal(chunks[own], whole[own])
-        gathered = np.full_like(chunks, np.nan)
-        gathered[own] = chunks[own]
-        communicator.all_gather_in_place(gathered)
+        np.testing.assert_array_equal(parts[own], whole[own])
+        gathered = np.full_like(parts, np.nan)
+        gathered[own] = parts[own]
+        chunks.all_gather(communicator, gathered)
         np.testing.assert_array_equal(gathered, whole)
 
     spawn_inproc(size, work, segment_bytes=4096)
@@ -131,9 +132,9 @@ def test_chunks_of_uneven_hosts_are_gathered(
 ) -> None:
     def work(plain: Communicator) -> None:
         communicator = Communicator(plain.transport, 1, "chunks", Hosts(tuple(groups)))
-        assert not communicator.has_chunks
+        assert not chunks.has_chunks(communicator)
         flat = np.where(np.arange(4000) // 1000 == communicator.rank, 1.0, np.nan)
-        communicator.all_gather_in_place(flat)
+        chunks.all_gather(communicator, flat)
         assert (flat == 1).all()
 
     spawn_inproc(4, work)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rings import Spawn
 
+from hostopt.collectives import chunks
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
 from hostopt.collectives.ring_schedule import chunk_slices
@@ -124,12 +125,12 @@ def test_chunks_in_place_have_the_bits_of_an_all_reduce(
         whole, parts = values.copy(), values.copy()
         calls = [communicator.signed_call(kind, "", values) for kind in kinds]
         communicator.all_reduce_in_place(whole, ReduceOp.SUM, calls[0], wire)
-        communicator.reduce_scatter_in_place(parts, calls[1], wire)
+        chunks.reduce_scatter(communicator, parts, calls[1], wire)
         chunk = chunk_slices(length, size)[communicator.rank]
         np.testing.assert_array_equal(parts[chunk], whole[chunk])
         gathered = np.full_like(parts, np.nan)
         gathered[chunk] = parts[chunk]
-        communicator.all_gather_in_place(gathered)
+        chunks.all_gather(communicator, gathered)
         np.testing.assert_array_equal(gathered, whole)
 
     spawn(size, work, segment_bytes=4096)
@@ -270,8 +271,8 @@ def test_scattering_and_gathering_send_as_much_as_an_all_reduce(
         begin = traffic.payload_bytes
         communicator.all_reduce(flat)
         middle = traffic.payload_bytes
-        communicator.reduce_scatter_in_place(flat, communicator.signed_call("scatter", "", flat))
-        communicator.all_gather_in_place(flat)
+        chunks.reduce_scatter(communicator, flat, communicator.signed_call("scatter", "", flat))
+        chunks.all_gather(communicator, flat)
         return middle - begin, traffic.payload_bytes - middle
 
     for all_reduce, both in spawn_ring(size, work):
