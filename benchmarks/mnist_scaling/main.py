@@ -17,17 +17,21 @@ HERE = Path(__file__).resolve().parent
 SYSTEMS = {
     "none": "no communication (two independent runs): the limit",
     "hostopt": "hostopt, automatic",
+    "hostopt-divided": "hostopt, automatic, divided updates",
     "api": "hostopt, DistributedOptimizer",
     "hostopt-tcp": "hostopt, data sockets only",
+    "hostopt-tcp-divided": "hostopt, data sockets only, divided updates",
     "hostopt-grpc": "hostopt, gRPC only",
     "mwms": "MultiWorkerMirroredStrategy, RING",
     "horovod-gloo": "Horovod, Gloo",
     "horovod-mpi": "Horovod, OpenMPI",
 }
-OPTIONS = {
-    "hostopt": ("auto", "none"),
-    "hostopt-tcp": ("grpc+tcp", "none"),
-    "hostopt-grpc": ("grpc", "none"),
+OPTIONS = {  # communication, and if updates are divided
+    "hostopt": ("auto", "false"),
+    "hostopt-divided": ("auto", "true"),
+    "hostopt-tcp": ("grpc+tcp", "false"),
+    "hostopt-tcp-divided": ("grpc+tcp", "true"),
+    "hostopt-grpc": ("grpc", "false"),
 }
 HOROVOD = ("horovod-gloo", "horovod-mpi")
 STEPS = {64: 1000, 512: 400}  # timed steps by hidden units
@@ -60,9 +64,11 @@ def measure(system: str, python: Path, hidden: int, steps: int) -> float:
             environ.update(variables)
         else:
             if system in OPTIONS:
-                communication, compression = OPTIONS[system]
+                communication, divides = OPTIONS[system]
                 environ.update(
-                    HOSTOPT_COMMUNICATION=communication, HOSTOPT_COMPRESSION=compression
+                    HOSTOPT_COMMUNICATION=communication,
+                    HOSTOPT_COMPRESSION="none",
+                    HOSTOPT_SHARD_OPTIMIZER=divides,
                 )
             command = common.hostopt_run(2, *worker)
         results = common.results_in(common.run(command, _TIMEOUT_S, environ), 2)
