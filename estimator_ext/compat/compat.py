@@ -187,13 +187,14 @@ def _find(part: str, name: str) -> Any:
     advice = _ADVICE
     for source in _SOURCES[part]:
         try:
-            return getattr(pkgutil.resolve_name(source), name)
-        except AttributeError:
-            continue
+            owner = pkgutil.resolve_name(source)
         except ModuleNotFoundError as error:
             if error.name != _SLIM:
                 raise
             advice = "Run pip install tf-slim, which has most of these names"
+            continue
+        if hasattr(owner, name):
+            return getattr(owner, name)
     raise UnsupportedError(
         f"the program uses tf.contrib.{part}.{name}, which TensorFlow removed. {advice}"
     )

@@ -47,6 +47,7 @@ class DeferredReductions:
         self._names: Counter[str] = Counter()  # number of reductions of each name
         self.built: list[tf.Tensor] = []  # at once, as their shapes are not static
         self.last_results: list[tf.Tensor] = []  # computed after all reductions of a step
+        self.sums: dict[str, tf.Tensor] = {}  # of dense tensors, by name
         self.loss: tf.Tensor | None = None  # the reduced loss, if an exchange carries it
 
     def can_take(self, values: Sequence[Any]) -> bool:
@@ -157,6 +158,8 @@ class DeferredReductions:
             reductions, self._communicator, weight, nonfinite, flags
         )
         for each, result in zip(group, results):
+            if not each.reduction.is_sparse:
+                self.sums[each.reduction.name] = result
             for stand_in, part in zip(each.stand_ins, parts_of(result)):
                 replace_tensor(stand_in.outputs[0], part)
                 replace_input(stand_in, 0, part)  # for hooks that fetch the stand-in

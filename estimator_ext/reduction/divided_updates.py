@@ -21,6 +21,7 @@ ranks never have more than their parts.
 
 from __future__ import annotations
 
+import json
 import mmap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ class _Update(NamedTuple):
     variable: tf.Variable
     slots: list[tf.Variable]
     level: int  # number of updates in the longest chain before it
+    is_alone: bool = False  # True if nothing else uses its gradient, on any rank
 
     @property
     def spec(self) -> TensorSpec:
@@ -173,7 +175,8 @@ def divide_updates(
     Returns:
       The ends of the divided updates, which the step must run, too; and their slots.
     """
-    groups = _group(_find(targets), communicator, reduction)
+    updates = _on_all_ranks(_find(targets), communicator, reduction)
+    groups = _group(updates, communicator, reduction)
     texts = {
         each.variable.op.name: f"{each.spec} in group {number}"
         + (", scattered" if group.is_scattered else "")
@@ -188,25 +191,53 @@ def divide_updates(
     return [end for group in groups for end in _divide(group, communicator)], slots
 
 
+def _on_all_ranks(
+    updates: Sequence[_Update], communicator: hostopt.Communicator, reduction: Any
+) -> list[_Update]:
+    """Returns the updates that all ranks can divide; a rank alone may have more users of a value.
+
+    Collective: all ranks must call it.
+    """
+    by_op = {each.op: each for each in updates}
+    users = [_only_user(each, by_op, reduction.means) for each in reduction.sums_by_name.values()]
+    alone = {each.op for each in users if each is not None}
+    local = {each.variable.op.name: each.op in alone for each in updates}
+    texts = communicator.all_gather_bytes(
+        json.dumps(local).encode(), "the updates that each rank can divide"
+    )
+    of_ranks = [json.loads(text) for text in texts]
+    common = {
+        name: all(each[name] for each in of_ranks)
+        for name in local
+        if all(name in each for each in of_ranks)
+    }
+    return [
+        each._replace(is_alone=common[each.variable.op.name])
+        for each in updates
+        if each.variable.op.name in common
+    ]
+
+
 def _group(
     updates: Sequence[_Update], communicator: hostopt.Communicator, reduction: Any
 ) -> list[_Group]:
     """Chooses the updates that are divided, and those whose parts are joined in one call."""
     groups = []
     left = {each.op: each for each in updates}
+    sums = reduction.sums_by_name
     for reducer in reduction.reducers:
         if not isinstance(reducer, BucketReducer):
             continue
-        for number, results in reducer.results.items():
-            layout = reducer.buckets[number]
-            users = [_only_user(each, left, reduction.at_backward) for each in results]
-            chosen = [each for each in users if each is not None]
+        for number, layout in enumerate(reducer.buckets):
+            gradients = [sums[name] for name in layout.names if name in sums]
+            users = [_only_user(each, left, reduction.means) for each in gradients]
+            chosen = [each for each in users if each is not None and each.is_alone]
             levels = {each.level for each in chosen}
-            if len(chosen) < len(users) or len(levels) > 1 or layout.nbytes < _MIN_BYTES:
+            if len(chosen) < len(layout.specs) or len(levels) > 1 or layout.nbytes < _MIN_BYTES:
                 continue
             is_scattered = reducer.scatter(number)
             if is_scattered:
-                _refuse_fetches(results)
+                _refuse_fetches(gradients)
             groups.append(_Group(chosen, layout, is_scattered))
             for each in chosen:
                 del left[each.op]
@@ -222,24 +253,16 @@ def _group(
 
 
 def _only_user(
-    gradient: tf.Tensor, updates: Mapping[tf.Operation, _Update], passes: bool
+    gradient: tf.Tensor, updates: Mapping[tf.Operation, _Update], means: Collection[tf.Operation]
 ) -> _Update | None:
-    """Returns the update that alone uses a gradient.
-
-    Args:
-      passes: True if it may use what a scalar makes of the gradient. A program that knows of ranks
-        may fetch that.
-    """
+    """Returns the update that alone uses a sum of gradients, or the mean of one."""
     consumers = [each for each in gradient.consumers() if not is_stand_in(each)]
     if len(consumers) != 1:
         return None
     (op,) = consumers
     if op in updates:
         return updates[op] if op.inputs[updates[op].gradient] is gradient else None
-    scales = op.type in ("Mul", "RealDiv") and op.inputs[1].shape.rank == 0
-    if passes and op.inputs[0] is gradient and (scales or op.type == "Identity"):
-        return _only_user(op.outputs[0], updates, passes)
-    return None
+    return _only_user(op.outputs[0], updates, means) if op in means else None
 
 
 def _refuse_fetches(gradients: Sequence[tf.Tensor]) -> None:
@@ -344,9 +367,10 @@ def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: np.ndar
 
     TensorFlow's allocator never returns memory, and that of C often does not.
     """
-    memory = np.frombuffer(mmap.mmap(-1, value.nbytes), value.dtype).reshape(variable.shape)
-    np.copyto(memory, value.reshape(variable.shape))
-    assign(session, [variable], [memory])
+    memory = mmap.mmap(-1, max(value.nbytes, 1))
+    copy = np.frombuffer(memory, value.dtype, value.size).reshape(variable.shape)
+    np.copyto(copy, value.reshape(variable.shape))
+    assign(session, [variable], [copy])
 
 
 def _slot(slot: tf.Variable, parts: list[slice], rank: int) -> _Slot:

@@ -76,6 +76,7 @@ class GradientReduction:
         self._losses: dict[LossKind, None] = {}  # whose gradients are reduced
         self.reducers: list[AnyReducer] = []  # to be closed with the graph
         self.sums: set[tf.Operation] = set()  # of the micro-batches of a single rank
+        self.means: set[tf.Operation] = set()  # of sums over the ranks, which no program sees
         self._reduced: dict[Any, tf.Tensor] = {}  # sums by variable, not to be reduced again
 
     @property
@@ -88,6 +89,11 @@ class GradientReduction:
     def follows_gradients(self) -> bool:
         """True if gradients are reduced to those of one process, whoever applies them."""
         return self.at_backward and not self.model_knows_size and self.uses_gradients_of_graph
+
+    @property
+    def sums_by_name(self) -> dict[str, tf.Tensor]:
+        """The sums of dense gradients, by the names in the buckets of `reducers`."""
+        return {} if self._deferred is None else self._deferred.sums
 
     def close(self) -> None:
         """Ends the threads of the reducers."""
@@ -141,6 +147,7 @@ class GradientReduction:
     ) -> list[Any]:
         """Sums gradients; the next `reduce_pairs` passes on what is computed from the sums."""
         sums = self.reduce_pairs(tf.distribute.ReduceOp.SUM, pairs, nonfinite)
+        self.means.difference_update(values_of(total).op for total in sums)
         self._reduced.update((v.ref(), values_of(total)) for total, (_, v) in zip(sums, pairs))
         return sums
 
@@ -251,6 +258,7 @@ class GradientReduction:
             if not (is_sum or is_scaled):
                 with tf.device(device):
                     sums = [map_values(lambda each: each / self.size, total) for total in sums]
+                self.means.update(values_of(mean).op for mean in sums)
             for i, total in zip(chosen, sums):
                 results[i] = total
         return results

@@ -94,12 +94,18 @@ class RingGroup:
         """
         rounds = reduce_scatter_rounds(self._index, self._size)
         slices = chunk_slices(flat.size, self._size)
-        wire, chunk = self._wire_format, flat[slices[self._index]]
-        if wire is not None and self._size == 2:  # all_reduce would send the values, rounded
-            _encode(wire, chunk, keep=True)
+        chunk = flat[slices[self._index]]
+        if self._size == 2:  # all_reduce would send the values, rounded
+            self._round(chunk)
         event_loop.run(self._run(call, flat, rounds, np.add, slices))
-        if wire is not None and self._size > 2:  # and here the sums
-            _encode(wire, chunk, keep=True)
+        if self._size > 2:  # and here the sums
+            self._round(chunk)
+
+    def _round(self, flat: Array) -> None:
+        """Rounds values as the wire format does, with as little scratch memory."""
+        if self._wire_format is not None:
+            for _, part in segments(flat, self._transport.options.segment_bytes):
+                _encode(self._wire_format, part, keep=True)
 
     def all_gather_in_place(self, call: CollectiveCall, flat: Array) -> None:
         """Fills a flat buffer, of which each member has its chunk of `chunk_slices`."""

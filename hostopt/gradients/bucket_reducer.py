@@ -6,7 +6,6 @@ import abc
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -42,7 +41,6 @@ class BucketReducer(abc.ABC):
         self.nonfinite_check = check
         self._buckets = tuple(buckets)
         self._wire_format = wire_format
-        self.results: dict[int, list[Any]] = {}  # the sums of each bucket in a graph
         self._first_step = 0
         self._pools = [BufferPool(bucket) for bucket in self._buckets]
         self._descriptions = [

@@ -309,7 +309,6 @@ class Reducers:
                 # chained, as all ranks must reduce the buckets in the same order
                 with tf.control_dependencies(previous):
                     results = self._sums_operation(number, values, weights, launch)
-                self.buckets.results[number] = results
                 previous = results[:1]
                 for index, result in zip(bucket.indices, results):
                     result.set_shape(received[index].shape)

@@ -13,6 +13,8 @@ ALL = ["first", "last", "second"]
 LARGE = ["first", "second"]
 DIVIDED = {
     "clipped": LARGE,  # the norm needs whole gradients, and the last variable is small
+    "summary_of_one": LARGE,  # rank 0 has a summary of a gradient
+    "empty": ["empty", *ALL],
     "two": LARGE,  # one update waits for the others
     "slots": ["first"],  # a summary shows a slot of the second
     "skipped": [],  # each update is in a branch

@@ -14,7 +14,7 @@ from ranks import Ranks
 OPTIMIZERS = ["sgd", "momentum", "rmsprop", "centered", "adagrad", "ftrl", "adadelta"]
 OPTIMIZERS += ["keras_adam", "keras_adamax", "keras_rmsprop", "float64", "float16", "bfloat16"]
 PROGRAMS = ["embedding", "clipped", "average", "in_place", "loaded", "no_slots", "partitioned"]
-PROGRAMS += ["accumulate", "skipped"]
+PROGRAMS += ["accumulate", "skipped", "summary_of_one", "empty"]
 
 
 @pytest.mark.parametrize(("size", "communication"), [(2, "shm"), (3, "grpc+tcp")])

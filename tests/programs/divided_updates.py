@@ -129,6 +129,8 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         x = x + tf.nn.embedding_lookup(table, tf.cast(features[:, 0] * 999, tf.int64))
     hidden = tf.tanh(tf.tanh(x @ first) @ second)
     loss = tf.reduce_mean((tf.squeeze(hidden @ last, 1) - y) ** 2)
+    if case == "empty":
+        loss += tf.reduce_sum(weights("empty", [0, 7], 5))
     optimizer = OPTIMIZERS.get(case, OPTIMIZERS["adam"])()
     step, hooks = train.get_global_step(), []
     if case.startswith("keras"):
@@ -138,9 +140,12 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         pairs = estimator_ext.reduce_gradients(optimizer.compute_gradients(loss))
         clipped, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], 0.1)
         train_op = optimizer.apply_gradients(zip(clipped, [v for _, v in pairs]), step)
-    elif case == "fetched":
+    elif case in ("fetched", "summary_of_one"):
         pairs = estimator_ext.reduce_gradients(optimizer.compute_gradients(loss))
-        hooks.append(train.LoggingTensorHook({"gradient": pairs[0][0]}, 1))
+        if params["is_chief"] and case == "fetched":
+            hooks.append(train.LoggingTensorHook({"gradient": pairs[0][0]}, 1))
+        elif params["is_chief"]:
+            tf.compat.v1.summary.histogram("gradient", pairs[0][0])
         train_op = optimizer.apply_gradients(pairs, step)
     elif case == "two":
         before = optimizer.minimize(loss, var_list=[first, last])
@@ -192,6 +197,7 @@ def main(directory: str, steps: str, *cases: str) -> None:
         params = {
             "case": case,
             "divides": strategy.options.shard_optimizer,
+            "is_chief": strategy.cluster.is_chief,
             "events": f"{directory}/events-{case}-{strategy.cluster.rank}",
         }
         estimator = estimator_ext.Estimator(model_fn, f"{directory}/{case}", config, params)
