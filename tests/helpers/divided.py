@@ -11,6 +11,8 @@ from ranks import Ranks
 
 ALL = ["first", "last", "second"]
 LARGE = ["first", "second"]
+# the gradients of two ranks are so few bytes that they travel in one exchange, not in a bucket
+DIVIDED_BY_TWO = {"float16": LARGE, "bfloat16": LARGE}
 DIVIDED = {
     "clipped": LARGE,  # the norm needs whole gradients, and the last variable is small
     "summary_of_one": LARGE,  # rank 0 has a summary of a gradient
@@ -67,6 +69,7 @@ def compare(directory: Path, cases: list[str], size: int = 2, communication: str
     """Trains with and without divided updates, which must save the same."""
     run(directory / "whole", cases, size, False, communication=communication)
     output = run(directory / "divided", cases, size, True, communication=communication)
+    expected = {**DIVIDED, **(DIVIDED_BY_TWO if size == 2 else {})}
     for case in cases:
-        assert divided(output, case) == DIVIDED.get(case, ALL), case
+        assert divided(output, case) == expected.get(case, ALL), case
         check_same(directory / "divided" / case, directory / "whole" / case)
