@@ -60,7 +60,6 @@ class _Update(NamedTuple):
     variable: tf.Variable
     slots: list[tf.Variable]
     level: int  # number of updates in the longest chain before it
-    is_alone: bool = False  # True if nothing else uses its gradient, on any rank
 
     @property
     def spec(self) -> TensorSpec:
@@ -175,8 +174,8 @@ def divide_updates(
     Returns:
       The ends of the divided updates, which the step must run, too; and their slots.
     """
-    updates = _on_all_ranks(_find(targets), communicator, reduction)
-    groups = _group(updates, communicator, reduction)
+    updates, alone = _on_all_ranks(_find(targets), communicator, reduction)
+    groups = _group(updates, alone, communicator, reduction)
     texts = {
         each.variable.op.name: f"{each.spec} in group {number}"
         + (", scattered" if group.is_scattered else "")
@@ -193,51 +192,53 @@ def divide_updates(
 
 def _on_all_ranks(
     updates: Sequence[_Update], communicator: hostopt.Communicator, reduction: Any
-) -> list[_Update]:
-    """Returns the updates that all ranks can divide; a rank alone may have more users of a value.
+) -> tuple[list[_Update], dict[str, _Update]]:
+    """Agrees on the updates that all ranks can divide; one rank may have more users of a value.
 
     Collective: all ranks must call it.
+
+    Returns:
+      The updates, and those that alone use a sum of gradients, by the name of the sum.
     """
     by_op = {each.op: each for each in updates}
-    users = [_only_user(each, by_op, reduction.means) for each in reduction.sums_by_name.values()]
-    alone = {each.op for each in users if each is not None}
-    local = {each.variable.op.name: each.op in alone for each in updates}
+    local: dict[str, str | None] = {each.variable.op.name: None for each in updates}
+    for name, total in reduction.sums_by_name.items():
+        user = _only_user(total, by_op, reduction.means)
+        if user is not None:
+            local[user.variable.op.name] = name
     texts = communicator.all_gather_bytes(
         json.dumps(local).encode(), "the updates that each rank can divide"
     )
     of_ranks = [json.loads(text) for text in texts]
-    common = {
-        name: all(each[name] for each in of_ranks)
-        for name in local
-        if all(name in each for each in of_ranks)
-    }
-    return [
-        each._replace(is_alone=common[each.variable.op.name])
-        for each in updates
-        if each.variable.op.name in common
-    ]
+    common = [e for e in updates if all(e.variable.op.name in each for each in of_ranks)]
+    alone: dict[str, _Update] = {}
+    for each in common:
+        names = {of_rank[each.variable.op.name] for of_rank in of_ranks}
+        if len(names) == 1 and None not in names:
+            alone[names.pop()] = each
+    return common, alone
 
 
 def _group(
-    updates: Sequence[_Update], communicator: hostopt.Communicator, reduction: Any
+    updates: Sequence[_Update],
+    alone: Mapping[str, _Update],
+    communicator: hostopt.Communicator,
+    reduction: Any,
 ) -> list[_Group]:
     """Chooses the updates that are divided, and those whose parts are joined in one call."""
     groups = []
     left = {each.op: each for each in updates}
-    sums = reduction.sums_by_name
     for reducer in reduction.reducers:
         if not isinstance(reducer, BucketReducer):
             continue
         for number, layout in enumerate(reducer.buckets):
-            gradients = [sums[name] for name in layout.names if name in sums]
-            users = [_only_user(each, left, reduction.means) for each in gradients]
-            chosen = [each for each in users if each is not None and each.is_alone]
+            chosen = [alone[name] for name in layout.names if name in alone]
             levels = {each.level for each in chosen}
             if len(chosen) < len(layout.specs) or len(levels) > 1 or layout.nbytes < _MIN_BYTES:
                 continue
             is_scattered = reducer.scatter(number)
             if is_scattered:
-                _refuse_fetches(gradients)
+                _refuse_fetches([reduction.sums_by_name[name] for name in layout.names])
             groups.append(_Group(chosen, layout, is_scattered))
             for each in chosen:
                 del left[each.op]
@@ -365,7 +366,7 @@ def _use_part(update: _Update, part: slice, is_scattered: bool) -> tf.Tensor:
 def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: np.ndarray) -> None:
     """Assigns a value in memory that the system gets back when it is freed.
 
-    TensorFlow's allocator never returns memory, and that of C often does not.
+    TensorFlow's allocator never returns its memory to the system, and malloc often keeps it.
     """
     memory = mmap.mmap(-1, max(value.nbytes, 1))
     copy = np.frombuffer(memory, value.dtype, value.size).reshape(variable.shape)
@@ -417,5 +418,5 @@ def _flat(value: tf.Tensor) -> tf.Tensor:
 
 
 def _of_unknown_shape(value: tf.Tensor) -> tf.Tensor:
-    """Hides a shape from TensorFlow, which compares those of inputs that replace each other."""
+    """Hides the shape of a tensor, so that it can replace an input of another shape."""
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=None)

@@ -211,12 +211,12 @@ class Reducer(BucketReducer):
     ) -> bool:
         """Sums a bucket, of which this rank gets its chunk; True if all sums are finite."""
         assert self._flags is not None
-        self._flags.start(float(buffer[-1]), 0.0)  # travels at the same time
+        self._flags.start(float(buffer[-1]))  # travels at the same time
         chunks.reduce_scatter(self.communicator, buffer, call, wire_format)
         if not self._flags.wait()[0]:
             return True
         chunk = plan.chunks[self.communicator.rank]
-        self._flags.start(float(not all_finite(buffer[chunk])), 0.0)
+        self._flags.start(float(not all_finite(buffer[chunk])))
         return not self._flags.wait()[0]
 
     def _find_in_sums(self, index: int, buffer: Array) -> dict[str, str]:
