@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from chunk_bits import check_chunks
 from rings import Spawn
 
 from hostopt.collectives import chunks
@@ -15,7 +16,6 @@ from hostopt.collectives.call import CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.host_memory import open_hierarchical
 from hostopt.collectives.hosts import Hosts
-from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.ring_schedule import chunk_slices
 from hostopt.collectives.wire_format import new_wire_format
 
@@ -105,25 +105,12 @@ def test_results_have_the_defined_bits(
 def test_chunks_of_even_hosts_have_the_bits_of_an_all_reduce(
     spawn_inproc: Spawn, groups: list[tuple[int, ...]], compression: str | None
 ) -> None:
-    size, length = sum(map(len, groups)), 24 * 1000
-
     def work(plain: Communicator) -> None:
-        wire = new_wire_format(compression)  # it has a buffer
         communicator = Communicator(plain.transport, 1, "chunks", Hosts(tuple(groups)))
         assert chunks.has_chunks(communicator)
-        local = values(communicator.rank, length)
-        whole, parts = local.copy(), local.copy()
-        calls = [communicator.signed_call(kind, "", local) for kind in ("whole", "chunks")]
-        communicator.all_reduce_in_place(whole, ReduceOp.SUM, calls[0], wire)
-        chunks.reduce_scatter(communicator, parts, calls[1], wire)
-        own = chunk_slices(length, size)[communicator.rank]
-        np.testing.assert_array_equal(parts[own], whole[own])
-        gathered = np.full_like(parts, np.nan)
-        gathered[own] = parts[own]
-        chunks.all_gather(communicator, gathered)
-        np.testing.assert_array_equal(gathered, whole)
+        check_chunks(communicator, values(communicator.rank, 24 * 1000), compression)
 
-    spawn_inproc(size, work, segment_bytes=4096)
+    spawn_inproc(sum(map(len, groups)), work, segment_bytes=4096)
 
 
 @pytest.mark.parametrize("groups", [[(0, 1, 2), (3,)], [(0, 2), (1, 3)]])

@@ -9,13 +9,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from chunk_bits import check_chunks
 from rings import Spawn
 
 from hostopt.collectives import chunks
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
-from hostopt.collectives.ring_schedule import chunk_slices
-from hostopt.collectives.wire_format import new_wire_format
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ALL_DTYPES = [np.dtype(name) for name in ("f2", "f4", "f8", "i1", "u1", "i4", "i8")] + [BFLOAT16]
@@ -121,17 +120,7 @@ def test_chunks_in_place_have_the_bits_of_an_all_reduce(
 
     def work(communicator: Communicator) -> None:
         values = np.random.default_rng(communicator.rank).normal(size=length).astype(np.float32)
-        wire, kinds = new_wire_format(wire_format), ("all_reduce", "reduce_scatter_in_place")
-        whole, parts = values.copy(), values.copy()
-        calls = [communicator.signed_call(kind, "", values) for kind in kinds]
-        communicator.all_reduce_in_place(whole, ReduceOp.SUM, calls[0], wire)
-        chunks.reduce_scatter(communicator, parts, calls[1], wire)
-        chunk = chunk_slices(length, size)[communicator.rank]
-        np.testing.assert_array_equal(parts[chunk], whole[chunk])
-        gathered = np.full_like(parts, np.nan)
-        gathered[chunk] = parts[chunk]
-        chunks.all_gather(communicator, gathered)
-        np.testing.assert_array_equal(gathered, whole)
+        check_chunks(communicator, values, wire_format)
 
     spawn(size, work, segment_bytes=4096)
 
