@@ -21,7 +21,8 @@ others; the other ranks have no chief's hooks.
     [K11] InputStateHook                    [K11] InputStateHook
     [K12] ProgressHook
     [K13] EndStopSaveHook                   [K13] EndStopSaveHook
-    [K14] CopiesHook (on a GPU)             [K14] CopiesHook (on a GPU)
+    [K14] UnorderedReadsHook (divided       [K14] UnorderedReadsHook
+          updates), CopiesHook (on a GPU)         CopiesHook
     [K15] GlobalStepCheckHook               [K15] GlobalStepCheckHook
 
 - K1 is first: no other hook may see an error that TensorFlow mistakes for the end of the data.
@@ -90,6 +91,7 @@ from estimator_ext.reduction.uneven_data import (
     needs_of,
     repeat_last_batch,
 )
+from estimator_ext.reduction.unordered_reads import UnorderedReadsHook, Window
 from estimator_ext.reduction.unreduced_updates import (
     check_mended,
     mend_unreduced_updates,
@@ -157,7 +159,7 @@ class TrainingGraph:
         )
         graph.marks_gradients = False
         updates, suspects = self._reduce(data)
-        divided = self._divide_updates()
+        divided, windows = self._divide_updates()
         replicas = build_replicas(self.strategy, self.spec, data)
         copies = self._copies()
         stamps = StepTimestamps(self.spec, self.reduction.values.weights)
@@ -188,7 +190,8 @@ class TrainingGraph:
             whole = [v for v in updates.mirrored if v.op.name not in divided.names]
             coordination += self._desync_checks(whole, suspects)  # [K3]
         self._order_first_hooks(guard, coordination)
-        self._add_training_hooks(*copies)  # [K14]
+        reads = [UnorderedReadsHook(windows)] if windows else []
+        self._add_training_hooks(*reads, *copies)  # [K14]
 
     def _reduce(self, data: Collection[tf.Operation]) -> tuple[Updates | None, Mapping[str, str]]:
         """Builds the reductions of the step.
@@ -223,13 +226,14 @@ class TrainingGraph:
         self.spec = stock_spec(self.spec, loss=loss, train_op=train_op)
         return updates, suspects
 
-    def _divide_updates(self) -> DividedSlots:
+    def _divide_updates(self) -> tuple[DividedSlots, list[Window]]:
         if self._communicator.size == 1 or not self.strategy.options.shard_optimizer:
-            return DividedSlots(self._communicator)
+            return DividedSlots(self._communicator), []
         targets = operations_of_step(self.spec)
-        ends, slots = divide_updates(targets, self._communicator, self.reduction)
+        windows, slots = divide_updates(targets, self._communicator, self.reduction)
+        ends = [each.end for each in windows]
         self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, *ends))
-        return slots
+        return slots, windows
 
     def _check_accumulation(self) -> None:
         accumulation = self.reduction.accumulation

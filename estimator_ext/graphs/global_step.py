@@ -16,8 +16,8 @@ from estimator_ext._tf_private import (
 )
 from estimator_ext.graphs.walks import (
     PASSES_VARIABLE,
+    arguments_of,
     done,
-    functions_called,
     operations_before,
     users,
     walk,
@@ -80,7 +80,7 @@ def _changes_within(op: tf.Operation) -> bool:
         while PASSES_VARIABLE.match(changed.op.type):
             changed = changed.op.inputs[0]
         return bool(changed.op is step.op)  # global_step may also be the assigned value
-    arguments = _arguments_of(op, step)
+    arguments = arguments_of(op, step)
     return any(True for argument in arguments for _ in _changes_of(argument, set()))
 
 
@@ -120,17 +120,9 @@ def _changes_of(tensor: tf.Tensor, seen: set[Any]) -> Iterator[tf.Operation]:
             if op.inputs[0].name == tensor.name:
                 yield op
             continue
-        within = op.outputs if PASSES_VARIABLE.match(op.type) else _arguments_of(op, tensor)
+        within = op.outputs if PASSES_VARIABLE.match(op.type) else arguments_of(op, tensor)
         for each in within:
             yield from _changes_of(each, seen)
-
-
-def _arguments_of(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
-    for _, body in functions_called(op):
-        # the first inputs of the operation may be no arguments, such as the index of a branch
-        for passed, argument in zip(reversed(op.inputs), reversed(body.inputs)):
-            if passed.name == tensor.name:
-                yield argument
 
 
 def _restores(op: tf.Operation) -> bool:

@@ -117,6 +117,15 @@ def functions_called(op: tf.Operation) -> Iterator[tuple[str, Any]]:
         yield attribute, get_func_graph(op, None, name)
 
 
+def arguments_of(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+    """Yields the arguments of the functions that an operation calls with one of its inputs."""
+    for _, body in functions_called(op):
+        # the first inputs of the operation may be no arguments, such as the index of a branch
+        for passed, argument in zip(reversed(op.inputs), reversed(body.inputs)):
+            if passed.name == tensor.name:
+                yield argument
+
+
 def original_functions(op: tf.Operation) -> list[tuple[str, Any]]:
     """Returns the graphs of the functions that an operation calls, as the program built them."""
     return [(each, original_func_graph(op, name)) for each, name in _names_of_functions(op)]

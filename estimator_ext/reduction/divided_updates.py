@@ -1,18 +1,25 @@
 """Updates that the ranks divide: each updates 1/N of every variable, and has only those slots.
 
-The graph of such an update, of which this rank makes elements i to j:
+The ranks of one host have one copy of the variables, in memory that they share. The graph of such
+an update, of which this rank makes elements i to j:
 
-    [U1] a variable of ours takes variable[i:j]
-    [U2] the optimizer's own operation copies and updates it, by gradient[i:j] and slots[i:j]
-    [U3] the parts of all ranks are joined, in memory that the ranks of one host share
-    [U4] the variable takes that memory, without copying
+    [U1] note whether anything, such as a hook, has assigned the variable since the last update
+    [U2] the variable releases its memory
+    [U3] take the same memory, or other one if a rank still reads that; a variable of ours takes
+         elements i to j of it
+    [U4] the optimizer's own operation updates them in place, by gradient[i:j] and slots[i:j]
+    [U5] wait until all ranks have done so
+    [U6] the variable takes the memory again
+
+TensorFlow updates a tensor in place if nothing else holds its memory, and if TensorFlow has
+allocated that. It asks the tensor itself; a slice of a tensor in memory of NumPy says that it has.
 
 If the gradients of a bucket serve nothing else, their updates are divided as they lie in the
 bucket, and each rank gets gradient[i:j] only: that takes the bytes of an all-reduce, no more.
 
-What has waited for the update waits for [U4]. Each step reads the variable itself, so whatever
-else changes it, such as a hook, counts. TensorFlow changes no memory of NumPy, so it copies the
-variable then: the other ranks read that memory.
+What has waited for the update waits for [U6]. Between [U2] and [U6] the variable has no value: see
+`unordered_reads`. Whatever else changes a variable makes TensorFlow copy it, as TensorFlow has not
+allocated its memory; so the other ranks, which read that memory, see no change.
 
 The slots of the program have no values while it trains, so that reading one is an error. Rank 0
 has all of them while it saves: a checkpoint is the same as without divided updates. The other
@@ -23,7 +30,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +46,9 @@ from estimator_ext._tf_private import (
 from estimator_ext.graphs.operation_kinds import READS, arguments
 from estimator_ext.graphs.walks import runs_before, users, walk
 from estimator_ext.reduction.deferred import is_stand_in
+from estimator_ext.reduction.unordered_reads import Window, new_mutex
 from estimator_ext.variables.sync_on_read import assign
-from hostopt.gradients.bucket import Bucket, TensorSpec
+from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.divided_update import DividedUpdate
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
@@ -164,7 +172,7 @@ class DividedSlots:
 
 def divide_updates(
     targets: Sequence[tf.Operation], communicator: hostopt.Communicator, reduction: Any
-) -> tuple[list[tf.Operation], DividedSlots]:
+) -> tuple[list[Window], DividedSlots]:
     """Divides the updates of a step. Collective: all ranks must call it.
 
     Args:
@@ -172,7 +180,7 @@ def divide_updates(
       reduction: the `GradientReduction` of the step.
 
     Returns:
-      The ends of the divided updates, which the step must run, too; and their slots.
+      When the step has no values of variables; it must run all ends, too. And the slots.
     """
     updates, alone = _on_all_ranks(_find(targets), communicator, reduction)
     groups = _group(updates, alone, communicator, reduction)
@@ -187,7 +195,7 @@ def divide_updates(
     _log.info("the ranks divide the updates of %d variables: %s", len(texts), names)
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_slots"):
         slots = DividedSlots(communicator, groups)
-    return [end for group in groups for end in _divide(group, communicator)], slots
+    return [_divide(group, communicator) for group in groups], slots
 
 
 def _on_all_ranks(
@@ -308,7 +316,7 @@ def _can_divide(
     """Returns True if nothing else in the step changes the variable, or uses its slots."""
     if None in (variable, *slots) or not variable.device.endswith(HOST_DEVICE):
         return False
-    if not control_outputs(op):  # a hook may run it by itself, without [U4]
+    if not control_outputs(op):  # a hook may run it by itself, without [U6]
         return False
     changes = [each for each in users(variable.handle) if each in step and each.type not in READS]
     uses = [[each for each in users(slot.handle) if each in step] for slot in slots]
@@ -317,40 +325,80 @@ def _can_divide(
     return is_static and has_shape and all(each == [op] for each in (changes, *uses))
 
 
-def _divide(group: _Group, communicator: hostopt.Communicator) -> list[tf.Operation]:
-    """Divides updates, and returns their ends."""
-    updates = group.updates
+def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
+    """Divides updates."""
+    ops, updates = tf.raw_ops, group.updates
+    variables = [each.variable for each in updates]
     waiting = [control_outputs(each.op) for each in updates]
+    ready = list(dict.fromkeys(op for each in updates for op in runs_before(each.op)))
     divided = DividedUpdate(communicator, group.layout)
+    dtypes = [each.dtype.base_dtype for each in variables]
+    parts = group.layout.parts[communicator.rank]
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_updates"):
-        parts = [
-            _use_part(update, part, group.is_scattered)
-            for update, part in zip(updates, group.layout.parts[communicator.rank])
+        mutex = new_mutex(f"divided_updates/{variables[0].op.name}")
+        window = Window(variables, mutex, end=tf.no_op())
+        with tf.control_dependencies(ready):
+            lock = window.lock()
+        with tf.control_dependencies([lock.op]):
+            old = [ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for v in variables]
+        empty = tf.numpy_function(_note(divided), old, dtypes)  # [U1]
+        released = [
+            ops.AssignVariableOp(resource=variable.handle, value=value)  # [U2]
+            for variable, value in zip(variables, empty)
         ]
-        new = call_in_background(  # [U3]
+        with tf.control_dependencies(released):
+            # NumPy's memory is only released when TensorFlow has called a Python function
+            called = tf.numpy_function(lambda: None, [], [])
+        with tf.control_dependencies([called]):
+            memory = call_in_background(  # [U3]
+                abort_on_error(communicator, lambda _: divided.begin()),
+                [tf.constant(0)],
+                dtypes,
+                "begin",
+            )
+        new_parts = [
+            _use_part(update, part, values, group.is_scattered)
+            for update, part, values in zip(updates, parts, memory)
+        ]
+        new = call_in_background(  # [U5]
             abort_on_error(communicator, lambda *arrays: divided.join(arrays)),
-            parts,
-            [each.dtype for each in parts],
+            new_parts,
+            dtypes,
             "join",
         )
-        ends = [
-            tf.raw_ops.AssignVariableOp(resource=update.variable.handle, value=value)  # [U4]
-            for update, value in zip(updates, new)
+        taken = [
+            ops.AssignVariableOp(resource=variable.handle, value=value)  # [U6]
+            for variable, value in zip(variables, new)
         ]
-    for end, after in zip(ends, waiting):
-        for op in after:
-            add_control_inputs(op, [end])
-    return ends
+        with tf.control_dependencies(taken):
+            unlocked = ops.ConsumeMutexLock(mutex_lock=lock)
+        add_control_inputs(window.end, [unlocked])
+    for each in waiting:
+        for op in each:
+            add_control_inputs(op, [window.end])
+    return window
 
 
-def _use_part(update: _Update, part: slice, is_scattered: bool) -> tf.Tensor:
-    """Makes an update change a part of the variable and its slots, and returns that part."""
+def _note(divided: DividedUpdate) -> Callable[..., list[np.ndarray]]:
+    def note(*values: np.ndarray) -> list[np.ndarray]:
+        divided.note(values)
+        return [np.zeros(_EMPTY, each.dtype) for each in values]
+
+    return note
+
+
+def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: bool) -> tf.Tensor:
+    """Makes an update change a part of the variable and its slots, and returns that part.
+
+    Args:
+      memory: the part, and then as many bytes as the alignment has.
+    """
     ops, op, variable = tf.raw_ops, update.op, update.variable
     dtype = variable.dtype.base_dtype
-    copy = _part_variable(variable, part)
-    old = _flat(ops.ReadVariableOp(resource=variable.handle, dtype=dtype))[part]
-    add_control_inputs(op, [ops.AssignVariableOp(resource=copy, value=old)])  # [U1]
-    parts = {variable.handle.op: copy}
+    ours = _part_variable(variable, part)
+    values = memory[: -(ALIGNMENT_BYTES // dtype.size)]
+    add_control_inputs(op, [ops.AssignVariableOp(resource=ours, value=values)])
+    parts = {variable.handle.op: ours}
     parts |= {each.handle.op: _part_variable(each, part) for each in update.slots}
     for index, tensor in enumerate(op.inputs):
         if tensor.op in parts:
@@ -359,8 +407,8 @@ def _use_part(update: _Update, part: slice, is_scattered: bool) -> tf.Tensor:
     if not is_scattered:
         gradient = _flat(gradient)[part]
     replace_input(op, update.gradient, _of_unknown_shape(gradient))
-    with tf.control_dependencies([op]):  # [U2]
-        return ops.ReadVariableOp(resource=copy, dtype=dtype)
+    with tf.control_dependencies([op]):  # [U4]
+        return ops.ReadVariableOp(resource=ours, dtype=dtype)
 
 
 def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: np.ndarray) -> None:
@@ -399,8 +447,7 @@ def _begin_empty(slot: tf.Variable) -> tf.Tensor | None:
         return None
     initial = initializer.inputs[1]
     # it may be fed with a whole slot
-    empty = _of_unknown_shape(tf.zeros(_EMPTY, slot.dtype.base_dtype))
-    replace_input(initializer, 1, empty)
+    replace_input(initializer, 1, _empty(slot))
     return initial
 
 
@@ -415,6 +462,10 @@ def _part_variable(variable: tf.Variable, part: slice) -> tf.Tensor:
 
 def _flat(value: tf.Tensor) -> tf.Tensor:
     return tf.reshape(value, [-1])
+
+
+def _empty(variable: tf.Variable) -> tf.Tensor:
+    return _of_unknown_shape(tf.zeros(_EMPTY, variable.dtype.base_dtype))
 
 
 def _of_unknown_shape(value: tf.Tensor) -> tf.Tensor:

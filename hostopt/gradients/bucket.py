@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import mmap
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +62,8 @@ class Bucket:
         return sum(_padded(spec.nbytes) for spec in self.specs)
 
     @property
-    def _buffer_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
+        """Size of a buffer in bytes; at least `ALIGNMENT_BYTES` follow the last gradient."""
         return _padded(self.nbytes + ALIGNMENT_BYTES, self.chunk_count * ALIGNMENT_BYTES)
 
     @functools.cached_property
@@ -83,14 +86,16 @@ class Bucket:
     @functools.cached_property
     def chunks(self) -> list[slice]:
         """Chunks of the flat buffer: rank r reduces chunk r."""
-        return chunk_slices(self._buffer_bytes // self.dtype.itemsize, self.chunk_count)
+        return chunk_slices(self.buffer_bytes // self.dtype.itemsize, self.chunk_count)
 
     def new_buffer(self) -> Array:
         """Allocates an aligned buffer of zeros, with space for a flag at its end."""
-        nbytes = self._buffer_bytes
-        raw = np.zeros(nbytes + ALIGNMENT_BYTES, np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT_BYTES
-        return raw[start : start + nbytes].view(self.dtype)
+        return self.buffer_in(mmap.mmap(-1, self.buffer_bytes))
+
+    def buffer_in(self, memory: Any) -> Array:
+        """Returns a buffer in aligned memory of `buffer_bytes`."""
+        # a view of its own base array, as `free_buffers` expects
+        return np.frombuffer(memory, np.uint8).view(self.dtype)
 
     @functools.cached_property
     def parts(self) -> list[list[slice]]:
@@ -164,14 +169,21 @@ class BufferPool:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._buffers: list[Array] = []
+        self.buffers: list[Array] = []
 
     def take(self) -> Array:
         """Returns a free buffer, or a new one. It holds old values, and zero padding."""
-        for index in free_buffers(self._buffers):
-            return self._buffers[index]
-        self._buffers.append(self._bucket.new_buffer())
-        return self._buffers[-1]
+        return self.buffers[self.take_index()]
+
+    def take_index(self, preferred: int = 0) -> int:
+        """Returns the index of a free buffer, or of a new one."""
+        free = free_buffers(self.buffers)
+        if preferred in free:
+            return preferred
+        if not free:
+            self.buffers.append(self._bucket.new_buffer())
+            return len(self.buffers) - 1
+        return free[0]
 
 
 def free_buffers(buffers: Sequence[Array]) -> list[int]:
@@ -183,6 +195,12 @@ def free_buffers(buffers: Sequence[Array]) -> list[int]:
         for index in range(len(buffers))
         if sys.getrefcount(buffers[index]) == 2 and sys.getrefcount(buffers[index].base) == 2
     ]
+
+
+def uncounted(buffer: Array) -> Array:
+    """Returns an array in the memory of a buffer that does not keep the buffer from being free."""
+    base: Any = buffer.base
+    return np.frombuffer(base.base, buffer.dtype)
 
 
 def _within(chunk: slice, start: int, size: int) -> slice:

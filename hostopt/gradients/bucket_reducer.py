@@ -202,11 +202,13 @@ class SharedSlots:
         assert communicator.memory is not None
         self._memory = communicator.memory
         self._bucket = bucket
-        self._slots: list[Array] = []
+        self.slots: list[Array] = []
         self._can_allocate = True
 
-    def take(self, call: CollectiveCall) -> tuple[SharedMemoryChannel, Array] | None:
-        """Returns the channel of the ranks, and a slot that is free on all; it holds old values.
+    def take(
+        self, call: CollectiveCall, preferred: int = 0
+    ) -> tuple[SharedMemoryChannel, int] | None:
+        """Returns the channel of the ranks, and the index of a slot that is free on all.
 
         Collective: all ranks must call it. Then they must reach a barrier, unless it returns None:
         no memory is left.
@@ -214,22 +216,23 @@ class SharedSlots:
         channel = self._memory.channel_of_all(self._bucket.nbytes)
         if channel is None:
             return None
-        free_mask = sum(1 << index for index in free_buffers(self._slots))
+        free_mask = sum(1 << index for index in free_buffers(self.slots))
         free_mask = channel.counters.all_reduce_band(free_mask, call)
+        if free_mask >> preferred & 1:
+            return channel, preferred
         if not free_mask:
             if not self._allocate_slot():
                 return None
-            free_mask = 1 << (len(self._slots) - 1)
-        return channel, self._slots[(free_mask & -free_mask).bit_length() - 1]  # lowest set bit
+            free_mask = 1 << (len(self.slots) - 1)
+        return channel, (free_mask & -free_mask).bit_length() - 1  # lowest set bit
 
     def _allocate_slot(self) -> bool:
         """Allocates a slot on all ranks. After a failure it is not tried again."""
-        if self._can_allocate and len(self._slots) < _MAX_SLOTS:
-            memory = self._memory.allocate(self._bucket.nbytes)
+        if self._can_allocate and len(self.slots) < _MAX_SLOTS:
+            memory = self._memory.allocate(self._bucket.buffer_bytes)
             self._can_allocate = memory is not None
             if memory is not None:
-                # each slot is a view of its own base array, as `free_buffers` expects
-                self._slots.append(np.frombuffer(memory, np.uint8).view(self._bucket.dtype))
+                self.slots.append(self._bucket.buffer_in(memory))
                 return True
         return False
 
@@ -253,8 +256,8 @@ class SharedSums:
         taken = self._slots.take(call)
         if taken is None:
             return None
-        channel, slot = taken
-        is_finite = channel.reduce_scatter(slot, np.add, call, source)
-        sums = slot[:]
+        channel, index = taken
+        sums = self._slots.slots[index][:]
+        is_finite = channel.reduce_scatter(sums, np.add, call, source)
         sums.flags.writeable = False
         return sums, is_finite

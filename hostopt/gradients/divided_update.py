@@ -1,8 +1,14 @@
 """Updates that the ranks divide: each updates its part of every variable, for all of them.
 
-The ranks of one host write their parts to memory that they share, and read those of the others
-there. Otherwise the parts are gathered over the network. Values of earlier updates stay as they
-are as long as a rank holds them.
+A step calls `note`, `begin` and `join`. Between the last two it updates its parts, in place:
+
+    note    the variables have these values; then it releases them
+    begin   takes memory that no rank holds any longer, usually that of the last update, with the
+            values of its parts
+    join    waits for the parts of the other ranks
+
+The ranks of one host share the memory. Otherwise each has its own, and the parts are gathered over
+the network. Values of earlier updates stay as they are as long as a rank holds them.
 """
 
 from __future__ import annotations
@@ -13,9 +19,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hostopt.collectives import chunks
-from hostopt.collectives.call import Array
+from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
-from hostopt.gradients.bucket import Bucket, BufferPool
+from hostopt.collectives.shared_memory import SharedMemoryChannel
+from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, BufferPool, uncounted
 from hostopt.gradients.bucket_reducer import SharedSlots
 
 
@@ -29,50 +36,92 @@ class DividedUpdate:
     def __init__(self, communicator: Communicator, variables: Bucket) -> None:
         self._communicator = communicator.duplicate("divided updates")
         self._variables = variables
-        self._parts = variables.parts[communicator.rank]
+        self._parts = [
+            slice(start + part.start, start + part.stop)
+            for start, part in zip(variables.starts, variables.parts[communicator.rank])
+        ]
         is_shared = self._communicator.on_one_host
         self._slots = SharedSlots(self._communicator, variables) if is_shared else None
         self._pool = BufferPool(variables)
+        self._index = 0  # of the slot or buffer that holds the values of the last update
+        self._values: Array | None = None  # an array in its memory
+        self._assigned: list[Array | None] = [None] * len(variables.specs)
+        self._barrier: tuple[SharedMemoryChannel, CollectiveCall] | None = None
         self._lock = threading.Lock()
+
+    def note(self, values: Sequence[Array]) -> None:
+        """Notes the values that variables have before an update, if they were assigned."""
+        with self._lock:
+            for index, (value, start) in enumerate(zip(values, self._variables.starts)):
+                is_current = self._values is not None and _is_at(value, self._values[start:])
+                self._assigned[index] = None if is_current else value.reshape(-1)
+
+    def begin(self) -> list[Array]:
+        """Prepares this rank's parts. Collective: all ranks must call it, after `note`.
+
+        Returns:
+          For each variable, memory to update in place: its flat part, and then ALIGNMENT_BYTES
+          that must not be changed.
+        """
+        with self._lock:
+            old = self._values
+            new = self._values = self._take()
+            for index, part in enumerate(self._parts):
+                assigned, start = self._assigned[index], self._variables.starts[index]
+                if assigned is not None:
+                    np.copyto(new[part], assigned[part.start - start : part.stop - start])
+                elif old is not None and old is not new:
+                    np.copyto(new[part], old[part])
+                self._assigned[index] = None
+            more = ALIGNMENT_BYTES // new.itemsize
+            return [new[part.start : part.stop + more] for part in self._parts]
 
     def join(self, parts: Sequence[Array]) -> list[Array]:
         """Returns the new values of all variables. Collective: all ranks must call it.
 
         Args:
-          parts: the flat parts that this rank has updated, in the order of the variables.
+          parts: the flat parts that this rank has updated, in the order of the variables. Those
+            that are not in the memory of `begin` are copied to it.
 
         Returns:
           Read-only arrays in memory that other ranks may read too.
         """
         with self._lock:
-            values = self._join_in_memory(parts)
-            if values is None:
-                values = self._gather(parts)
+            assert self._values is not None
+            for where, part in zip(self._parts, parts):
+                if not _is_at(part, self._values[where]):
+                    np.copyto(self._values[where], part)
+            if self._barrier is not None:
+                channel, call = self._barrier
+                channel.barrier(call, self._variables.nbytes)
+            else:
+                chunks.all_gather(self._communicator, self._values)
+            buffers = self._pool.buffers if self._slots is None else self._slots.slots
+            values = self._variables.views(buffers[self._index])
             for each in values:
                 each.flags.writeable = False
             return values
 
-    def _join_in_memory(self, parts: Sequence[Array]) -> list[Array] | None:
-        """Returns None on all ranks if they have no memory to share."""
-        if self._slots is None:
-            return None
-        call = self._communicator.begin_call("divided_update")
-        taken = self._slots.take(call)
-        if taken is None:
-            return None
-        channel, slot = taken
-        values = self._write(slot, parts)
-        channel.barrier(call, self._variables.nbytes)
-        return values
+    def _take(self) -> Array:
+        """Takes the memory for the next values; the one for the last values if it is free."""
+        if self._slots is not None:
+            call = self._communicator.begin_call("divided_update")
+            taken = self._slots.take(call, self._index)
+            if taken is not None:
+                channel, index = taken
+                self._barrier = channel, call
+                return self._at(self._slots.slots, index)
+            self._slots = self._barrier = None  # on all ranks: they have no memory to share
+            self._index = -1
+        return self._at(self._pool.buffers, self._pool.take_index(self._index))
 
-    def _gather(self, parts: Sequence[Array]) -> list[Array]:
-        buffer = self._pool.take()
-        values = self._write(buffer, parts)
-        chunks.all_gather(self._communicator, buffer)
-        return values
+    def _at(self, buffers: Sequence[Array], index: int) -> Array:
+        if self._values is None or index != self._index:
+            self._index = index
+            return uncounted(buffers[index])
+        return self._values
 
-    def _write(self, buffer: Array, parts: Sequence[Array]) -> list[Array]:
-        values = self._variables.views(buffer)
-        for value, where, part in zip(values, self._parts, parts):
-            np.copyto(value.reshape(-1)[where], part)
-        return values
+
+def _is_at(value: Array, other: Array) -> bool:
+    """Returns True if an array is, or is empty, where another one begins."""
+    return value.size == 0 or value.ctypes.data == other.ctypes.data

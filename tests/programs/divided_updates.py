@@ -58,6 +58,20 @@ class Loads(tf.estimator.SessionRunHook):
                 self.variable.load(session.run(self.variable) / 2, session)
 
 
+class Writes(tf.estimator.SessionRunHook):
+    """Has a variable changed by a branch, which may run at any time."""
+
+    def begin(self) -> None:
+        variable = next(v for v in tf.compat.v1.trainable_variables() if v.op.name == "first")
+        step = tf.compat.v1.train.get_global_step()
+        self.change = tf.cond(
+            step > 2, lambda: tf.reduce_sum(variable.assign(variable / 2)), lambda: 0.0
+        )
+
+    def before_run(self, run_context: Any) -> Any:
+        return train.SessionRunArgs(self.change)
+
+
 class HasNoSlots(tf.estimator.SessionRunHook):
     """Checks that only a save gives slots to a rank; the last step is saved."""
 
@@ -108,6 +122,49 @@ class Holds(tf.estimator.SessionRunHook):
         for values, copies in self.held:
             for value, copy in zip(values, copies):
                 np.testing.assert_array_equal(value, copy)
+
+
+class Reads(tf.estimator.SessionRunHook):
+    """Reads a variable in each step, at any time; every value is that before or after the step."""
+
+    def begin(self) -> None:
+        variable = next(v for v in tf.compat.v1.trainable_variables() if v.op.name == "first")
+        self.variable = variable
+        step = tf.compat.v1.train.get_global_step()
+        self.whole = {
+            "read": variable.read_value(),
+            "again": variable.read_value(),
+            "branch": tf.cond(step >= 0, lambda: tf.identity(variable), lambda: tf.zeros([1])),
+            "function": tf.function(lambda: variable + 0.0)(),
+        }
+        # the update of its own, which ranks that divide it join later
+        update = next(
+            op
+            for op in tf.compat.v1.get_default_graph().get_operations()
+            if op.type == "ResourceApplyAdam" and "first" in op.name
+        )
+        with tf.control_dependencies([update]):
+            self.whole["during"] = variable.read_value()
+        self.rows = tf.gather(variable, [0, 129])
+        self.shape = tf.shape(variable)
+        with tf.control_dependencies([step.op, *tf.compat.v1.get_collection("TRAIN_OPS")]):
+            self.last = variable.read_value()
+
+    def before_run(self, run_context: Any) -> Any:
+        self.old = run_context.session.run(self.variable)
+        return train.SessionRunArgs([self.whole, self.rows, self.shape, self.last])
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        whole, rows, shape, last = run_values.results
+        new, again = run_context.session.run([self.variable, self.whole["again"]])
+        assert not np.array_equal(new, self.old)
+        np.testing.assert_array_equal(last, new)
+        np.testing.assert_array_equal(again, new)
+        for name, value in whole.items():
+            is_one = np.array_equal(value, self.old) or np.array_equal(value, new)
+            assert is_one, f"{name} has another value"
+        assert any(np.array_equal(rows, each[[0, 129]]) for each in (self.old, new))
+        assert list(shape) == [130, 301]
 
 
 def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
@@ -169,6 +226,11 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         hooks.append(Loads("first", case == "in_place"))
     if case == "held":
         hooks.append(Holds())
+    if case == "reads":
+        tf.compat.v1.add_to_collection("TRAIN_OPS", train_op)
+        hooks.append(Reads())
+    if case == "writes":
+        hooks.append(Writes())
     if case == "steps":
         hooks.append(Prints())
     if case == "assigned":

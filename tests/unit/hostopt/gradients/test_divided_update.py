@@ -7,10 +7,11 @@ import pytest
 from rings import Spawn
 
 from hostopt.collectives.communicator import Communicator
-from hostopt.gradients.bucket import Bucket, TensorSpec
+from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
 from hostopt.gradients.divided_update import DividedUpdate
 
 FLOAT = np.dtype(np.float32)
+MORE = ALIGNMENT_BYTES // FLOAT.itemsize
 SHAPES = [(7, 41), (300,), (1, 5), (2, 3, 64)]
 
 
@@ -19,10 +20,16 @@ def bucket(size: int, *shapes: tuple[int, ...]) -> Bucket:
     return Bucket(tuple(range(len(specs))), tuple(specs), size)
 
 
-def parts_of(values: list[np.ndarray], communicator: Communicator) -> list[np.ndarray]:
-    shapes = [value.shape for value in values]
-    where = bucket(communicator.size, *shapes).parts[communicator.rank]
-    return [value.reshape(-1)[part] for value, part in zip(values, where)]
+def update(
+    divided: DividedUpdate, values: list[np.ndarray], factor: float
+) -> tuple[list[np.ndarray], list[int]]:
+    """Multiplies this rank's parts in place; returns new values, and addresses of the parts."""
+    divided.note(values)
+    values.clear()
+    parts = [memory[:-MORE] for memory in divided.begin()]
+    for part in parts:
+        np.multiply(part, FLOAT.type(factor), out=part)
+    return divided.join(parts), [part.ctypes.data for part in parts]
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shm", "hosts"])
@@ -32,10 +39,7 @@ def test_all_ranks_get_what_each_updates(transport: str, size: int) -> None:
         divided = DividedUpdate(communicator, bucket(communicator.size, *SHAPES))
         steps = [[np.arange(np.prod(s), dtype=FLOAT).reshape(s) + 1 for s in SHAPES]]
         for _ in range(4):
-            parts = parts_of(steps[-1], communicator)
-            steps.append(
-                divided.join([part * FLOAT.type(communicator.rank + 2) for part in parts])
-            )
+            steps.append(update(divided, list(steps[-1]), communicator.rank + 2)[0])
         return steps
 
     results = Spawn(transport)(size, run)
@@ -53,7 +57,7 @@ def test_all_ranks_get_what_each_updates(transport: str, size: int) -> None:
 def test_values_are_read_only_and_lie_in_memory_that_the_ranks_share() -> None:
     def run(communicator: Communicator) -> tuple[bool, bytes]:
         divided = DividedUpdate(communicator, bucket(communicator.size, (256,)))
-        (value,) = divided.join(parts_of([np.zeros(256, FLOAT)], communicator))
+        (value,), _ = update(divided, [np.zeros(256, FLOAT)], 1)
         if communicator.rank == 1:
             value.base.view(FLOAT)[:3] = 5
         communicator.barrier("rank 1 has written")
@@ -62,17 +66,44 @@ def test_values_are_read_only_and_lie_in_memory_that_the_ranks_share() -> None:
     assert Spawn("shm")(2, run) == [(False, np.full(3, 5, FLOAT).tobytes())] * 2
 
 
-def test_memory_is_reused_when_no_rank_holds_old_values() -> None:
-    def run(communicator: Communicator) -> int:
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+def test_parts_are_updated_in_place_until_a_rank_holds_values(transport: str) -> None:
+    def run(communicator: Communicator) -> tuple[int, bool]:
         divided = DividedUpdate(communicator, bucket(communicator.size, (256,)))
-        addresses = set()
+        values, addresses = [np.ones(256, FLOAT)], set()
         for _ in range(10):
-            # while the ones before are held
-            values = divided.join(parts_of([np.zeros(256, FLOAT)], communicator))
-            addresses.add(values[0].ctypes.data)
-        return len(addresses)
+            values, (address,) = update(divided, values, 2)
+            addresses.add(address)
+        held = list(values) if communicator.rank == 1 else []
+        values, (address,) = update(divided, values, 2)
+        assert np.all(values[0] == 2**11) and all(np.all(each == 2**10) for each in held)
+        return len(addresses), address in addresses
 
-    assert Spawn("shm")(2, run) == [2, 2]
+    in_place, copied = (1, True), (1, False)
+    # memory of another rank is another one
+    assert Spawn(transport)(2, run) == [copied if transport == "shm" else in_place, copied]
+
+
+def test_a_value_that_was_assigned_counts() -> None:
+    def run(communicator: Communicator) -> np.ndarray:
+        divided = DividedUpdate(communicator, bucket(communicator.size, (256,), (256,)))
+        values, _ = update(divided, [np.ones(256, FLOAT), np.ones(256, FLOAT)], 2)
+        values[0] = np.full(256, 10, FLOAT)
+        values, _ = update(divided, values, 2)
+        return np.array(values)
+
+    for result in Spawn("shm")(2, run):
+        np.testing.assert_array_equal(result, [np.full(256, 20), np.full(256, 4)])
+
+
+def test_parts_elsewhere_are_copied() -> None:
+    def run(communicator: Communicator) -> np.ndarray:
+        divided = DividedUpdate(communicator, bucket(communicator.size, (256,)))
+        divided.note([np.ones(256, FLOAT)])
+        return divided.join([part[:-MORE] * FLOAT.type(3) for part in divided.begin()])[0]
+
+    for result in Spawn("shm")(2, run):
+        np.testing.assert_array_equal(result, np.full(256, 3))
 
 
 def test_ranks_without_memory_to_share_use_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +112,24 @@ def test_ranks_without_memory_to_share_use_the_network(monkeypatch: pytest.Monke
         memory = divided._communicator.memory
         assert memory is not None
         monkeypatch.setattr(memory, "is_declined", communicator.rank == 1)
-        parts = parts_of([np.full(256, communicator.rank + 1, FLOAT)], communicator)
-        return divided.join(parts)[0]
+        return update(divided, [np.ones(256, FLOAT)], communicator.rank + 1)[0][0]
 
     first, second = Spawn("shm")(2, run)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(np.unique(first), [1, 2])
+
+
+def test_ranks_that_get_no_more_memory_keep_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(communicator: Communicator) -> list[np.ndarray]:
+        divided = DividedUpdate(communicator, bucket(communicator.size, (256,)))
+        steps = [update(divided, [np.ones(256, FLOAT)], 2)[0]]
+        memory = divided._communicator.memory
+        assert memory is not None
+        monkeypatch.setattr(memory, "allocate", lambda nbytes: None)
+        for _ in range(2):
+            steps.append(update(divided, list(steps[-1]), 2)[0])
+        return [value for (value,) in steps]
+
+    for results in Spawn("shm")(2, run):
+        for result, wanted in zip(results, (2, 4, 8)):
+            np.testing.assert_array_equal(result, np.full(256, wanted))

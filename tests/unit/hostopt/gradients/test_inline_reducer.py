@@ -134,7 +134,7 @@ def test_without_memory_for_shared_sums_each_rank_allocates_local_sums(
 
         def __init__(self, nbytes: int) -> None:
             opened.append(nbytes)
-            if opened.count(BUCKETS[0].nbytes) > 1:
+            if opened.count(BUCKETS[0].buffer_bytes) > 1:
                 raise OSError(28, "No space left on device")
             super().__init__(nbytes)
 
@@ -151,7 +151,7 @@ def test_without_memory_for_shared_sums_each_rank_allocates_local_sums(
             check(*attributes)
 
     spawn_shm(2, work)
-    assert opened.count(BUCKETS[0].nbytes) == 2  # one more request, and no further one
+    assert opened.count(BUCKETS[0].buffer_bytes) == 2  # one more request, and no further one
     assert "No space left on device" in caplog.text
 
 
