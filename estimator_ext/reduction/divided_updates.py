@@ -28,6 +28,7 @@ ranks never have more than their parts.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -141,6 +142,7 @@ class DividedSlots:
             session.run(each.release)
         for variable in self._variables:  # TensorFlow uses what they leave for the gradients
             _assign(session, variable, session.run(variable))
+        _return_free_memory()
 
     def gather(self, session: tf.compat.v1.Session) -> None:
         """Gives rank 0 the whole slots, to be saved. Collective: all ranks must call it.
@@ -409,6 +411,13 @@ def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: boo
     replace_input(op, update.gradient, _of_unknown_shape(gradient))
     with tf.control_dependencies([op]):  # [U4]
         return ops.ReadVariableOp(resource=ours, dtype=dtype)
+
+
+def _return_free_memory() -> None:
+    """Makes malloc return what it keeps to the system, as far as the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: np.ndarray) -> None:
