@@ -160,6 +160,7 @@ class TrainingGraph:
         graph.marks_gradients = False
         updates, suspects = self._reduce(data)
         divided, windows = self._divide_updates()
+        stack.enter_context(divided.explain())
         replicas = build_replicas(self.strategy, self.spec, data)
         copies = self._copies()
         stamps = StepTimestamps(self.spec, self.reduction.values.weights)
@@ -227,10 +228,13 @@ class TrainingGraph:
         return updates, suspects
 
     def _divide_updates(self) -> tuple[DividedSlots, list[Window]]:
-        if self._communicator.size == 1 or not self.strategy.options.shard_optimizer:
-            return DividedSlots(self._communicator), []
-        targets = operations_of_step(self.spec)
-        windows, slots = divide_updates(targets, self._communicator, self.reduction)
+        communicator, option = self._communicator, self.strategy.options.shard_optimizer
+        may_be_faster = communicator.on_one_host and not self.strategy.local_steps.is_used
+        if communicator.size == 1 or not (may_be_faster if option is None else option):
+            return DividedSlots(communicator), []
+        windows, slots = divide_updates(
+            operations_of_step(self.spec), communicator, self.reduction, is_chosen=bool(option)
+        )
         ends = [each.end for each in windows]
         self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, *ends))
         return slots, windows

@@ -28,10 +28,11 @@ ranks never have more than their parts.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,8 @@ from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_b
 _log = tf.get_logger()
 
 _MIN_BYTES = 64 << 10  # of a variable; to divide a smaller one would take longer than its update
+# that a rank must save an update to be faster: those that TensorFlow reads and writes
+_MIN_SAVED_BYTES = 16 << 20
 # TensorFlow's updates with dense gradients; each element depends on those at its own position only
 _KERNELS = "ResourceApply"
 _EMPTY = (0,)  # shape of a slot that has only been initialized
@@ -89,6 +92,12 @@ class _Group(NamedTuple):
     updates: list[_Update]
     layout: Bucket  # of the variables
     is_scattered: bool  # True if each rank has its part of the gradients only
+
+    def is_faster(self) -> bool:
+        """Returns True if the ranks of a host save time with it, not only memory."""
+        # an update reads its gradient, and reads and writes the variable and each slot
+        moved = sum(each.spec.nbytes * (3 + 2 * len(each.slots)) for each in self.updates)
+        return moved * (1 - 1 / self.layout.chunk_count) >= _MIN_SAVED_BYTES
 
 
 class _Slot(NamedTuple):
@@ -156,14 +165,29 @@ class DividedSlots:
             has_value, part = session.run([each.has_value, each.part])
             if has_value:
                 raise hostopt.ConfigError(
-                    f"slot {name!r} was assigned during the training, which has only parts of it "
-                    "with shard_optimizer=True. Assign it before, by a checkpoint, or leave "
-                    "shard_optimizer out"
+                    f"slot {name!r} was assigned during the training, when each rank has a part, "
+                    "as the ranks divide its updates. Assign it before, by a checkpoint, or pass "
+                    "shard_optimizer=False"
                 )
             parts = self._communicator.gather_bytes(part.tobytes(), f"slot {name!r}")
             if parts:
                 _assign(session, each.whole, np.frombuffer(b"".join(parts), part.dtype))
                 self._is_gathered = True
+
+    @contextlib.contextmanager
+    def explain(self) -> Iterator[None]:
+        """Scope that says why a slot could not be read."""
+        try:
+            yield
+        except tf.errors.FailedPreconditionError as error:
+            for name in self.names:
+                if f" {name} " in str(error) or f" {name}." in str(error):
+                    raise hostopt.ConfigError(
+                        f"slot {name!r} was read during the training, when each rank has only a "
+                        "part, as the ranks divide its updates. Read it from a checkpoint, or "
+                        "pass shard_optimizer=False"
+                    ) from error
+            raise
 
     def release(self, session: tf.compat.v1.Session) -> None:
         """Frees the whole slots of rank 0, after a save."""
@@ -173,19 +197,26 @@ class DividedSlots:
 
 
 def divide_updates(
-    targets: Sequence[tf.Operation], communicator: hostopt.Communicator, reduction: Any
+    targets: Sequence[tf.Operation],
+    communicator: hostopt.Communicator,
+    reduction: Any,
+    is_chosen: bool,
 ) -> tuple[list[Window], DividedSlots]:
     """Divides the updates of a step. Collective: all ranks must call it.
 
     Args:
       targets: what the step runs.
       reduction: the `GradientReduction` of the step.
+      is_chosen: False to divide only what is faster then.
 
     Returns:
-      When the step has no values of variables; it must run all ends, too. And the slots.
+      The times in which the step has taken values away, whose ends it must run, too; and the
+      slots.
     """
     updates, alone = _on_all_ranks(_find(targets), communicator, reduction)
-    groups = _group(updates, alone, communicator, reduction)
+    groups = _group(updates, alone, communicator, reduction, scatters=is_chosen)
+    if not is_chosen:
+        groups = [each for each in groups if each.is_faster()]
     texts = {
         each.variable.op.name: f"{each.spec} in group {number}"
         + (", scattered" if group.is_scattered else "")
@@ -194,7 +225,8 @@ def divide_updates(
     }
     communicator.check_same(texts, "the updates that the ranks divide")
     names = ", ".join(sorted(texts))
-    _log.info("the ranks divide the updates of %d variables: %s", len(texts), names)
+    if is_chosen or texts:
+        _log.info("the ranks divide the updates of %d variables: %s", len(texts), names)
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_slots"):
         slots = DividedSlots(communicator, groups)
     return [_divide(group, communicator) for group in groups], slots
@@ -234,6 +266,7 @@ def _group(
     alone: Mapping[str, _Update],
     communicator: hostopt.Communicator,
     reduction: Any,
+    scatters: bool,
 ) -> list[_Group]:
     """Chooses the updates that are divided, and those whose parts are joined in one call."""
     groups = []
@@ -246,7 +279,7 @@ def _group(
             levels = {each.level for each in chosen}
             if len(chosen) < len(layout.specs) or len(levels) > 1 or layout.nbytes < _MIN_BYTES:
                 continue
-            is_scattered = reducer.scatter(number)
+            is_scattered = scatters and reducer.scatter(number)
             if is_scattered:
                 _refuse_fetches([reduction.sums_by_name[name] for name in layout.names])
             groups.append(_Group(chosen, layout, is_scattered))
@@ -282,8 +315,8 @@ def _refuse_fetches(gradients: Sequence[tf.Tensor]) -> None:
         for op in filter(is_stand_in, gradient.consumers()):
             text = (
                 f"{op.outputs[0].name!r} was fetched, but with shard_optimizer=True each rank has "
-                "a part of this gradient. Use it in the graph, as by tf.norm, or leave "
-                "shard_optimizer out"
+                "a part of this gradient. Use it in the graph, as by tf.norm, or pass "
+                "shard_optimizer=False"
             )
             with tf.device(HOST_DEVICE), tf.control_dependencies(None):
                 refusal = tf.raw_ops.Assert(condition=False, data=[text])

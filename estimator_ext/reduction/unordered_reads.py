@@ -92,8 +92,8 @@ def _reads(op: tf.Operation, variable: tf.Variable) -> bool:
     if uses != [op]:
         raise hostopt.ConfigError(
             f"{op.name!r} changes {variable.op.name!r} in a branch, a loop or a function, perhaps "
-            "while the ranks update it together because of shard_optimizer=True. Make it run "
-            "after the step, by tf.control_dependencies([train_op]), or leave shard_optimizer out"
+            "while the ranks divide its update. Make it run after the step, by "
+            "tf.control_dependencies([train_op]), or pass shard_optimizer=False"
         )
     return False
 

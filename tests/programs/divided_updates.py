@@ -93,15 +93,18 @@ class Prints(tf.estimator.SessionRunHook):
         print("STEP", run_context.session.run(train.get_global_step()), flush=True)
 
 
-class AssignsSlot(tf.estimator.SessionRunHook):
-    """Runs the initializer of a slot."""
+class UsesSlot(tf.estimator.SessionRunHook):
+    """Reads a slot, or runs its initializer."""
+
+    def __init__(self, reads: bool) -> None:
+        self.reads = reads
 
     def begin(self) -> None:
         variables = tf.compat.v1.global_variables()
         self.slot = next(v for v in variables if v.op.name == "first/Adam")
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        run_context.session.run(self.slot.initializer)
+        run_context.session.run(self.slot if self.reads else self.slot.initializer)
 
 
 class Holds(tf.estimator.SessionRunHook):
@@ -186,6 +189,8 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         x = x + tf.nn.embedding_lookup(table, tf.cast(features[:, 0] * 999, tf.int64))
     hidden = tf.tanh(tf.tanh(x @ first) @ second)
     loss = tf.reduce_mean((tf.squeeze(hidden @ last, 1) - y) ** 2)
+    if case == "large":
+        loss += tf.reduce_mean(tf.tanh(x @ weights("large", [130, 20_000], 6)))
     if case == "empty":
         loss += tf.reduce_sum(weights("empty", [0, 7], 5))
     optimizer = OPTIMIZERS.get(case, OPTIMIZERS["adam"])()
@@ -233,8 +238,8 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         hooks.append(Writes())
     if case == "steps":
         hooks.append(Prints())
-    if case == "assigned":
-        hooks.append(AssignsSlot())
+    if case in ("assigned", "read_slot"):
+        hooks.append(UsesSlot(reads=case == "read_slot"))
     if case == "no_slots" and params["divides"]:
         hooks.append(HasNoSlots())
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, training_hooks=hooks)
