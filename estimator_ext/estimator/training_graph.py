@@ -78,7 +78,8 @@ from estimator_ext.local_steps.replicas import Replicas, build_replicas, check_o
 from estimator_ext.options import options_of
 from estimator_ext.pipelines.sharding import dividing, few_files_refused
 from estimator_ext.reduction.accumulation import Accumulation
-from estimator_ext.reduction.divided_updates import DividedSlots, divide_updates
+from estimator_ext.reduction.divided_slots import DividedSlots
+from estimator_ext.reduction.divided_updates import divide_updates
 from estimator_ext.reduction.gradient_marks import MarkedGraph
 from estimator_ext.reduction.gradient_reduction import GradientReduction
 from estimator_ext.reduction.skipped_updates import HooksWithoutNan

@@ -20,19 +20,12 @@ bucket, and each rank gets gradient[i:j] only: that takes the bytes of an all-re
 What has waited for the update waits for [U6]. Between [U2] and [U6] the variable has no value: see
 `unordered_reads`. Whatever else changes a variable makes TensorFlow copy it, as TensorFlow has not
 allocated its memory; so the other ranks, which read that memory, see no change.
-
-The slots of the program have no values while it trains, so that reading one is an error. Rank 0
-has all of them while it saves: a checkpoint is the same as without divided updates. The other
-ranks never have more than their parts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
-import mmap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +41,14 @@ from estimator_ext._tf_private import (
 from estimator_ext.graphs.operation_kinds import READS, arguments
 from estimator_ext.graphs.walks import runs_before, users, walk
 from estimator_ext.reduction.deferred import is_stand_in
+from estimator_ext.reduction.divided_slots import (
+    EMPTY,
+    DividedSlots,
+    DividedVariable,
+    of_unknown_shape,
+    part_variable,
+)
 from estimator_ext.reduction.unordered_reads import Window, new_mutex
-from estimator_ext.variables.sync_on_read import assign
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.divided_update import DividedUpdate
@@ -62,7 +61,6 @@ _MIN_BYTES = 64 << 10  # of a variable; to divide a smaller one would take longe
 _MIN_SAVED_BYTES = 16 << 20
 # TensorFlow's updates with dense gradients; each element depends on those at its own position only
 _KERNELS = "ResourceApply"
-_EMPTY = (0,)  # shape of a slot that has only been initialized
 
 
 class _Update(NamedTuple):
@@ -100,102 +98,6 @@ class _Group(NamedTuple):
         return moved * (1 - 1 / self.layout.chunk_count) >= _MIN_SAVED_BYTES
 
 
-class _Slot(NamedTuple):
-    """A slot of which each rank has a part."""
-
-    whole: tf.Variable  # of the program
-    parts: list[slice]  # by rank
-    value: tf.Tensor  # of the whole
-    initial: tf.Tensor | None  # of the whole, which begins empty; None if it begins with it
-    has_value: tf.Tensor  # True if the whole has one
-    part: tf.Tensor  # value of this rank's part
-    new_part: tf.Tensor  # to be fed
-    set_part: tf.Operation
-    release: tf.Operation  # frees the whole
-
-
-class DividedSlots:
-    """The slots of divided updates, and this rank's parts, in one session."""
-
-    def __init__(self, communicator: hostopt.Communicator, groups: Sequence[_Group] = ()) -> None:
-        self._communicator = communicator
-        self._variables = [each.variable for group in groups for each in group.updates]
-        self._slots = [
-            _slot(slot, parts, communicator.rank)
-            for group in groups
-            for update, *parts in zip(group.updates, *group.layout.parts)
-            for slot in update.slots
-        ]
-        self.names = {each.whole.op.name for each in self._slots}
-        self._is_gathered = False
-
-    def initialize(self, session: tf.compat.v1.Session) -> None:
-        """Gives rank 0 the whole slots that no checkpoint has, before hooks may save them."""
-        for each in self._slots if self._communicator.rank == 0 else ():
-            if each.initial is not None and session.run(each.value).shape == _EMPTY:
-                value = tf.get_static_value(each.initial)  # a session would keep a constant
-                if value is None:
-                    value = session.run(each.initial)
-                _assign(session, each.whole, value)
-
-    def divide(self, session: tf.compat.v1.Session) -> None:
-        """Gives each rank its parts of the slots of rank 0. Collective: all ranks must call it."""
-        for each in self._slots:  # one by one, so that no rank has all slots twice
-            parts = []
-            if self._communicator.rank == 0:
-                flat = session.run(each.value).reshape(-1)
-                parts = [flat[part].tobytes() for part in each.parts]
-            data = self._communicator.scatter_bytes(parts, f"slot {each.whole.op.name!r}")
-            dtype = each.new_part.dtype.as_numpy_dtype
-            session.run(each.set_part, {each.new_part: np.frombuffer(data, dtype)})
-            session.run(each.release)
-        for variable in self._variables:  # TensorFlow uses what they leave for the gradients
-            _assign(session, variable, session.run(variable))
-        _return_free_memory()
-
-    def gather(self, session: tf.compat.v1.Session) -> None:
-        """Gives rank 0 the whole slots, to be saved. Collective: all ranks must call it.
-
-        Raises:
-          hostopt.ConfigError: the program has assigned a slot.
-        """
-        self.release(session)  # if nothing was trained since the last save
-        for each in self._slots:
-            name = each.whole.op.name
-            has_value, part = session.run([each.has_value, each.part])
-            if has_value:
-                raise hostopt.ConfigError(
-                    f"slot {name!r} was assigned during the training, when each rank has a part, "
-                    "as the ranks divide its updates. Assign it before, by a checkpoint, or pass "
-                    "shard_optimizer=False"
-                )
-            parts = self._communicator.gather_bytes(part.tobytes(), f"slot {name!r}")
-            if parts:
-                _assign(session, each.whole, np.frombuffer(b"".join(parts), part.dtype))
-                self._is_gathered = True
-
-    @contextlib.contextmanager
-    def explain(self) -> Iterator[None]:
-        """Scope that says why a slot could not be read."""
-        try:
-            yield
-        except tf.errors.FailedPreconditionError as error:
-            for name in self.names:
-                if f" {name} " in str(error) or f" {name}." in str(error):
-                    raise hostopt.ConfigError(
-                        f"slot {name!r} was read during the training, when each rank has only a "
-                        "part, as the ranks divide its updates. Read it from a checkpoint, or "
-                        "pass shard_optimizer=False"
-                    ) from error
-            raise
-
-    def release(self, session: tf.compat.v1.Session) -> None:
-        """Frees the whole slots of rank 0, after a save."""
-        if self._is_gathered:
-            session.run([each.release for each in self._slots])
-            self._is_gathered = False
-
-
 def divide_updates(
     targets: Sequence[tf.Operation],
     communicator: hostopt.Communicator,
@@ -228,7 +130,14 @@ def divide_updates(
     if is_chosen or texts:
         _log.info("the ranks divide the updates of %d variables: %s", len(texts), names)
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_slots"):
-        slots = DividedSlots(communicator, groups)
+        slots = DividedSlots(
+            communicator,
+            [
+                DividedVariable(update.variable, update.slots, parts)
+                for group in groups
+                for update, *parts in zip(group.updates, *group.layout.parts)
+            ],
+        )
     return [_divide(group, communicator) for group in groups], slots
 
 
@@ -321,7 +230,7 @@ def _refuse_fetches(gradients: Sequence[tf.Tensor]) -> None:
             with tf.device(HOST_DEVICE), tf.control_dependencies(None):
                 refusal = tf.raw_ops.Assert(condition=False, data=[text])
                 with tf.control_dependencies([refusal]):
-                    replace_input(op, 0, _of_unknown_shape(tf.zeros([], gradient.dtype)))
+                    replace_input(op, 0, of_unknown_shape(tf.zeros([], gradient.dtype)))
 
 
 def _find(targets: Sequence[tf.Operation]) -> list[_Update]:
@@ -417,7 +326,7 @@ def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
 def _note(divided: DividedUpdate) -> Callable[..., list[np.ndarray]]:
     def note(*values: np.ndarray) -> list[np.ndarray]:
         divided.note(values)
-        return [np.zeros(_EMPTY, each.dtype) for each in values]
+        return [np.zeros(EMPTY, each.dtype) for each in values]
 
     return note
 
@@ -430,86 +339,21 @@ def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: boo
     """
     ops, op, variable = tf.raw_ops, update.op, update.variable
     dtype = variable.dtype.base_dtype
-    ours = _part_variable(variable, part)
+    ours = part_variable(variable, part)
     values = memory[: -(ALIGNMENT_BYTES // dtype.size)]
     add_control_inputs(op, [ops.AssignVariableOp(resource=ours, value=values)])
     parts = {variable.handle.op: ours}
-    parts |= {each.handle.op: _part_variable(each, part) for each in update.slots}
+    parts |= {each.handle.op: part_variable(each, part) for each in update.slots}
     for index, tensor in enumerate(op.inputs):
         if tensor.op in parts:
             replace_input(op, index, parts[tensor.op])
     gradient = op.inputs[update.gradient]
     if not is_scattered:
         gradient = _flat(gradient)[part]
-    replace_input(op, update.gradient, _of_unknown_shape(gradient))
+    replace_input(op, update.gradient, of_unknown_shape(gradient))
     with tf.control_dependencies([op]):  # [U4]
         return ops.ReadVariableOp(resource=ours, dtype=dtype)
 
 
-def _return_free_memory() -> None:
-    """Makes malloc return what it keeps to the system, as far as the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: np.ndarray) -> None:
-    """Assigns a value in memory that the system gets back when it is freed.
-
-    TensorFlow's allocator never returns its memory to the system, and malloc often keeps it.
-    """
-    memory = mmap.mmap(-1, max(value.nbytes, 1))
-    copy = np.frombuffer(memory, value.dtype, value.size).reshape(variable.shape)
-    np.copyto(copy, value.reshape(variable.shape))
-    assign(session, [variable], [copy])
-
-
-def _slot(slot: tf.Variable, parts: list[slice], rank: int) -> _Slot:
-    ops, handle = tf.raw_ops, _part_variable(slot, parts[rank])
-    dtype = slot.dtype.base_dtype
-    part = ops.ReadVariableOp(resource=handle, dtype=dtype)
-    new_part = tf.compat.v1.placeholder(dtype, part.shape)
-    return _Slot(
-        slot,
-        parts,
-        ops.ReadVariableOp(resource=slot.handle, dtype=dtype),
-        _begin_empty(slot),
-        ops.VarIsInitializedOp(resource=slot.handle),
-        part,
-        new_part,
-        ops.AssignVariableOp(resource=handle, value=ops.DeepCopy(x=new_part)),
-        ops.DestroyResourceOp(resource=slot.handle, ignore_lookup_error=True),
-    )
-
-
-def _begin_empty(slot: tf.Variable) -> tf.Tensor | None:
-    """Makes the initializer of a slot assign a value without elements; returns the real one."""
-    initializer = slot.initializer
-    if initializer.type != "AssignVariableOp":
-        return None
-    initial = initializer.inputs[1]
-    # it may be fed with a whole slot
-    replace_input(initializer, 1, _empty(slot))
-    return initial
-
-
-def _part_variable(variable: tf.Variable, part: slice) -> tf.Tensor:
-    """Returns the handle of a variable of ours for a part of another one."""
-    return tf.raw_ops.VarHandleOp(
-        dtype=variable.dtype.base_dtype,
-        shape=[part.stop - part.start],
-        shared_name=f"divided_updates/{variable.op.name}",
-    )
-
-
 def _flat(value: tf.Tensor) -> tf.Tensor:
     return tf.reshape(value, [-1])
-
-
-def _empty(variable: tf.Variable) -> tf.Tensor:
-    return _of_unknown_shape(tf.zeros(_EMPTY, variable.dtype.base_dtype))
-
-
-def _of_unknown_shape(value: tf.Tensor) -> tf.Tensor:
-    """Hides the shape of a tensor, so that it can replace an input of another shape."""
-    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=None)

@@ -25,7 +25,7 @@ from estimator_ext._tf_private import (
     timer_of,
 )
 from estimator_ext.input.state import InputStates
-from estimator_ext.reduction.divided_updates import DividedSlots
+from estimator_ext.reduction.divided_slots import DividedSlots
 from estimator_ext.variables.sync_on_read import SyncOnRead
 from hostopt.tensorflow.ops import StopSaveFlags
 

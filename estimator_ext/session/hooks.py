@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.reduction.divided_updates import DividedSlots
+from estimator_ext.reduction.divided_slots import DividedSlots
 from estimator_ext.variables.sync_on_read import assign, in_parts, initial_local_value
 
 _log = tf.get_logger()
