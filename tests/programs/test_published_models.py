@@ -24,6 +24,8 @@ MODELS = {  # number of models that a program trains
     "slim": 1,
     "wide_deep": 1,
 }
+# It adds penalties on rows of embeddings, with small factors, to a sum over the batch.
+OPTIONS = {"deepctr": ["--loss", "sum"]}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         directory = results.of(size)
         if size > 1:
             copy_first_checkpoints(results.of(1) / "model", directory / "model")
-        ran = run(directory, size, arguments(name, directory, size))
+        ran = run(directory, size, arguments(name, directory, size), OPTIONS.get(name, ()))
         results.outputs[size] = ran.stdout
     return results
 
