@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -362,19 +363,20 @@ def test_elements_that_are_chosen_at_random_are_those_of_one_process(tmp_path: P
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("generator of NumPy", "element 0 of TensorSlice is not that of rank 0"),
-        ("generator of Python", "element 0 of TensorSlice is not that of rank 0"),
-        ("from_generator", "element 0 of from_generator() is not that of rank 0"),
+        # two random orders may begin with the same elements
+        ("generator of NumPy", r"element \d+ of TensorSlice is not that of rank 0"),
+        ("generator of Python", r"element \d+ of TensorSlice is not that of rank 0"),
+        ("from_generator", r"element \d+ of from_generator\(\) is not that of rank 0"),
         ("seed", "the dataset has"),
         ("global seed", "the dataset has"),
-        ("iterator", "element 0 of TensorSlice is not that of rank 0"),
-        ("queue", "element 0 of rows is not that of rank 0"),
+        ("iterator", r"element \d+ of TensorSlice is not that of rank 0"),
+        ("queue", r"element \d+ of rows is not that of rank 0"),
     ],
 )
 def test_other_orders_of_the_ranks_are_refused(tmp_path: Path, kind: str, text: str) -> None:
     ran = run(2, str(PROGRAMS / "data_orders.py"), kind, str(tmp_path), code=78)
     output = ran.stdout + ran.stderr
-    assert text in output
+    assert re.search(text, output)
     assert "SEEN" not in output
 
 
