@@ -137,7 +137,7 @@ class Options:
       autotune: True chooses `communication`, `segment_bytes` and `bucket_mb` by trial when the
         ranks connect.
       shard_optimizer: True divides the updates of variables among the ranks: each has 1/N of the
-        slots. None does so where it is faster.
+        slots.
 
     Raises:
       ConfigError: the value of an option is not allowed.
@@ -163,7 +163,7 @@ class Options:
     restore_previous: bool = _option(False, _SWITCH)
     evaluator_timeout_s: float = _option(3600.0, _SECONDS)
     autotune: bool = _option(False, _SWITCH, same=True)
-    shard_optimizer: bool | None = _option(None, _Choice((None, True, False)), same=True)
+    shard_optimizer: bool = _option(False, _SWITCH, same=True)
 
     def __post_init__(self) -> None:
         for each in fields(self):

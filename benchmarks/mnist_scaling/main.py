@@ -17,7 +17,6 @@ HERE = Path(__file__).resolve().parent
 SYSTEMS = {
     "none": "no communication (two independent runs): the limit",
     "hostopt": "hostopt, automatic",
-    "hostopt-whole": "hostopt, automatic, undivided updates",
     "hostopt-divided": "hostopt, automatic, divided updates",
     "api": "hostopt, DistributedOptimizer",
     "hostopt-tcp": "hostopt, data sockets only",
@@ -28,8 +27,7 @@ SYSTEMS = {
     "horovod-mpi": "Horovod, OpenMPI",
 }
 OPTIONS = {  # communication, and if updates are divided
-    "hostopt": ("auto", "none"),
-    "hostopt-whole": ("auto", "false"),
+    "hostopt": ("auto", "false"),
     "hostopt-divided": ("auto", "true"),
     "hostopt-tcp": ("grpc+tcp", "false"),
     "hostopt-tcp-divided": ("grpc+tcp", "true"),

@@ -21,7 +21,7 @@ others; the other ranks have no chief's hooks.
     [K11] InputStateHook                    [K11] InputStateHook
     [K12] ProgressHook
     [K13] EndStopSaveHook                   [K13] EndStopSaveHook
-    [K14] UnorderedReadsHook (divided       [K14] UnorderedReadsHook
+    [K14] LockedReadsHook (divided       [K14] LockedReadsHook
           updates), CopiesHook (on a GPU)         CopiesHook
     [K15] GlobalStepCheckHook               [K15] GlobalStepCheckHook
 
@@ -82,6 +82,7 @@ from estimator_ext.reduction.divided_slots import DividedSlots
 from estimator_ext.reduction.divided_updates import divide_updates
 from estimator_ext.reduction.gradient_marks import MarkedGraph
 from estimator_ext.reduction.gradient_reduction import GradientReduction
+from estimator_ext.reduction.locked_reads import LockedReadsHook, Window
 from estimator_ext.reduction.skipped_updates import HooksWithoutNan
 from estimator_ext.reduction.uneven_data import (
     BatchWeights,
@@ -92,7 +93,6 @@ from estimator_ext.reduction.uneven_data import (
     needs_of,
     repeat_last_batch,
 )
-from estimator_ext.reduction.unordered_reads import UnorderedReadsHook, Window
 from estimator_ext.reduction.unreduced_updates import (
     check_mended,
     mend_unreduced_updates,
@@ -192,7 +192,7 @@ class TrainingGraph:
             whole = [v for v in updates.mirrored if v.op.name not in divided.names]
             coordination += self._desync_checks(whole, suspects)  # [K3]
         self._order_first_hooks(guard, coordination)
-        reads = [UnorderedReadsHook(windows)] if windows else []
+        reads = [LockedReadsHook(windows)] if windows else []
         self._add_training_hooks(*reads, *copies)  # [K14]
 
     def _reduce(self, data: Collection[tf.Operation]) -> tuple[Updates | None, Mapping[str, str]]:
@@ -229,13 +229,10 @@ class TrainingGraph:
         return updates, suspects
 
     def _divide_updates(self) -> tuple[DividedSlots, list[Window]]:
-        communicator, option = self._communicator, self.strategy.options.shard_optimizer
-        may_be_faster = communicator.on_one_host and not self.strategy.local_steps.is_used
-        if communicator.size == 1 or not (may_be_faster if option is None else option):
-            return DividedSlots(communicator), []
-        windows, slots = divide_updates(
-            operations_of_step(self.spec), communicator, self.reduction, is_chosen=bool(option)
-        )
+        if self._communicator.size == 1 or not self.strategy.options.shard_optimizer:
+            return DividedSlots(self._communicator), []
+        targets = operations_of_step(self.spec)
+        windows, slots = divide_updates(targets, self._communicator, self.reduction)
         ends = [each.end for each in windows]
         self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, *ends))
         return slots, windows

@@ -4,21 +4,21 @@ The ranks of one host have one copy of the variables, in memory that they share.
 an update, of which this rank makes elements i to j:
 
     [U1] note whether anything, such as a hook, has assigned the variable since the last update
-    [U2] the variable releases its memory
-    [U3] take the same memory, or other one if a rank still reads that; a variable of ours takes
-         elements i to j of it
+    [U2] the variable gets an empty value, which releases its memory
+    [U3] take the same memory, or other memory if a rank still refers to that; a variable of ours
+         takes elements i to j of it
     [U4] the optimizer's own operation updates them in place, by gradient[i:j] and slots[i:j]
     [U5] wait until all ranks have done so
     [U6] the variable takes the memory again
 
-TensorFlow updates a tensor in place if nothing else holds its memory, and if TensorFlow has
-allocated that. It asks the tensor itself; a slice of a tensor in memory of NumPy says that it has.
+TensorFlow updates in place only a tensor that nothing else refers to, and that claims to own its
+memory. A tensor in memory of NumPy does not, but a slice of it does.
 
 If the gradients of a bucket serve nothing else, their updates are divided as they lie in the
 bucket, and each rank gets gradient[i:j] only: that takes the bytes of an all-reduce, no more.
 
 What has waited for the update waits for [U6]. Between [U2] and [U6] the variable has no value: see
-`unordered_reads`. Whatever else changes a variable makes TensorFlow copy it, as TensorFlow has not
+`locked_reads`. Whatever else changes a variable makes TensorFlow copy it, as TensorFlow has not
 allocated its memory; so the other ranks, which read that memory, see no change.
 """
 
@@ -48,7 +48,13 @@ from estimator_ext.reduction.divided_slots import (
     of_unknown_shape,
     part_variable,
 )
-from estimator_ext.reduction.unordered_reads import Window, new_mutex
+from estimator_ext.reduction.locked_reads import (
+    Window,
+    can_lock,
+    initializing,
+    new_lock,
+    new_mutex,
+)
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.divided_update import DividedUpdate
@@ -57,8 +63,6 @@ from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_b
 _log = tf.get_logger()
 
 _MIN_BYTES = 64 << 10  # of a variable; to divide a smaller one would take longer than its update
-# that a rank must save an update to be faster: those that TensorFlow reads and writes
-_MIN_SAVED_BYTES = 16 << 20
 # TensorFlow's updates with dense gradients; each element depends on those at its own position only
 _KERNELS = "ResourceApply"
 
@@ -91,34 +95,22 @@ class _Group(NamedTuple):
     layout: Bucket  # of the variables
     is_scattered: bool  # True if each rank has its part of the gradients only
 
-    def is_faster(self) -> bool:
-        """Returns True if the ranks of a host save time with it, not only memory."""
-        # an update reads its gradient, and reads and writes the variable and each slot
-        moved = sum(each.spec.nbytes * (3 + 2 * len(each.slots)) for each in self.updates)
-        return moved * (1 - 1 / self.layout.chunk_count) >= _MIN_SAVED_BYTES
-
 
 def divide_updates(
-    targets: Sequence[tf.Operation],
-    communicator: hostopt.Communicator,
-    reduction: Any,
-    is_chosen: bool,
+    targets: Sequence[tf.Operation], communicator: hostopt.Communicator, reduction: Any
 ) -> tuple[list[Window], DividedSlots]:
     """Divides the updates of a step. Collective: all ranks must call it.
 
     Args:
       targets: what the step runs.
       reduction: the `GradientReduction` of the step.
-      is_chosen: False to divide only what is faster then.
 
     Returns:
       The times in which the step has taken values away, whose ends it must run, too; and the
       slots.
     """
     updates, alone = _on_all_ranks(_find(targets), communicator, reduction)
-    groups = _group(updates, alone, communicator, reduction, scatters=is_chosen)
-    if not is_chosen:
-        groups = [each for each in groups if each.is_faster()]
+    groups = _group(updates, alone, communicator, reduction)
     texts = {
         each.variable.op.name: f"{each.spec} in group {number}"
         + (", scattered" if group.is_scattered else "")
@@ -127,8 +119,7 @@ def divide_updates(
     }
     communicator.check_same(texts, "the updates that the ranks divide")
     names = ", ".join(sorted(texts))
-    if is_chosen or texts:
-        _log.info("the ranks divide the updates of %d variables: %s", len(texts), names)
+    _log.info("the ranks divide the updates of %d variables: %s", len(texts), names)
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_slots"):
         slots = DividedSlots(
             communicator,
@@ -175,7 +166,6 @@ def _group(
     alone: Mapping[str, _Update],
     communicator: hostopt.Communicator,
     reduction: Any,
-    scatters: bool,
 ) -> list[_Group]:
     """Chooses the updates that are divided, and those whose parts are joined in one call."""
     groups = []
@@ -188,7 +178,7 @@ def _group(
             levels = {each.level for each in chosen}
             if len(chosen) < len(layout.specs) or len(levels) > 1 or layout.nbytes < _MIN_BYTES:
                 continue
-            is_scattered = scatters and reducer.scatter(number)
+            is_scattered = reducer.scatter(number)
             if is_scattered:
                 _refuse_fetches([reduction.sums_by_name[name] for name in layout.names])
             groups.append(_Group(chosen, layout, is_scattered))
@@ -235,7 +225,7 @@ def _refuse_fetches(gradients: Sequence[tf.Tensor]) -> None:
 
 def _find(targets: Sequence[tf.Operation]) -> list[_Update]:
     order = walk(targets)
-    step = set(order)
+    step, starts = set(order), initializing()
     variables = {v.handle.op: v for v in tf.compat.v1.global_variables() if hasattr(v, "handle")}
     found: list[_Update] = []
     levels: dict[tf.Operation, int] = {}
@@ -245,7 +235,7 @@ def _find(targets: Sequence[tf.Operation]) -> list[_Update]:
             continue
         handles = [tensor.op for _, tensor, is_handle in arguments(op) if is_handle]
         variable, *slots = map(variables.get, handles)
-        if _can_divide(op, variable, slots, step):
+        if _can_divide(op, variable, slots, step, starts):
             found.append(_Update(op, variable, slots, levels[op]))
             levels[op] += 1
     return sorted(found, key=lambda each: each.variable.op.name)
@@ -256,9 +246,12 @@ def _can_divide(
     variable: tf.Variable | None,
     slots: Sequence[tf.Variable | None],
     step: Collection[tf.Operation],
+    starts: Collection[tf.Operation],
 ) -> bool:
     """Returns True if nothing else in the step changes the variable, or uses its slots."""
     if None in (variable, *slots) or not variable.device.endswith(HOST_DEVICE):
+        return False
+    if not all(can_lock(each) for each in variable.handle.consumers() if each not in starts):
         return False
     if not control_outputs(op):  # a hook may run it by itself, without [U6]
         return False
@@ -280,9 +273,9 @@ def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
     parts = group.layout.parts[communicator.rank]
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_updates"):
         mutex = new_mutex(f"divided_updates/{variables[0].op.name}")
-        window = Window(variables, mutex, end=tf.no_op())
         with tf.control_dependencies(ready):
-            lock = window.lock()
+            lock = new_lock(mutex)
+        window = Window(variables, [each.op for each in updates], mutex, lock, end=tf.no_op())
         with tf.control_dependencies([lock.op]):
             old = [ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for v in variables]
         empty = tf.numpy_function(_note(divided), old, dtypes)  # [U1]
@@ -335,7 +328,7 @@ def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: boo
     """Makes an update change a part of the variable and its slots, and returns that part.
 
     Args:
-      memory: the part, and then as many bytes as the alignment has.
+      memory: the part and ALIGNMENT_BYTES more, as a slice of the whole would be no slice.
     """
     ops, op, variable = tf.raw_ops, update.op, update.variable
     dtype = variable.dtype.base_dtype

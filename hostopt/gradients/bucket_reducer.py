@@ -194,8 +194,8 @@ class SharedSlots:
     """Buffers of one bucket in memory that all ranks of one host share.
 
     A rank may reuse a slot if it holds no view of it. Before each use the ranks combine their
-    masks of free slots with a bitwise AND, and take the lowest slot that is free on all ranks. If
-    there is none, they allocate another slot.
+    masks of free slots with a bitwise AND, and take a slot that is free on all ranks. If there is
+    none, they allocate another slot.
     """
 
     def __init__(self, communicator: Communicator, bucket: Bucket) -> None:

@@ -117,7 +117,7 @@ OPTIONS = {
     "restore_previous": FLAG,
     "evaluator_timeout_s": SECONDS,
     "autotune": FLAG,
-    "shard_optimizer": choice(True, False, None)._replace(texts=FLAG_TEXTS),
+    "shard_optimizer": FLAG,
 }
 
 # --- options of estimator_ext, by the class that takes them -----------------------------------

@@ -7,6 +7,7 @@ is logged.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,44 @@ class Loads(tf.estimator.SessionRunHook):
                 session.run(self.change)
             else:
                 self.variable.load(session.run(self.variable) / 2, session)
+
+
+class ChangesSlice(tf.estimator.SessionRunHook):
+    """Fetches rows of a variable with each step, and changes what it got."""
+
+    def __init__(self, variable: Any, rank: int) -> None:
+        self.rows = variable[:128]
+        self.rank = rank
+
+    def before_run(self, run_context: Any) -> Any:
+        return train.SessionRunArgs(self.rows)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        if run_values.results.flags.writeable:
+            run_values.results[:] = self.rank
+
+
+class ReadsInThread(tf.estimator.SessionRunHook):
+    """Reads a variable all the time, in another thread."""
+
+    def begin(self) -> None:
+        variable = next(v for v in tf.compat.v1.trainable_variables() if v.op.name == "first")
+        self.sum = tf.reduce_sum(tf.abs(tf.reshape(variable, [-1])))
+        self.is_over = threading.Event()
+        self.sums: list[float] = []
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        def read() -> None:
+            while not self.is_over.is_set():
+                self.sums.append(session.run(self.sum))
+
+        self.thread = threading.Thread(target=read)
+        self.thread.start()
+
+    def end(self, session: Any) -> None:
+        self.is_over.set()
+        self.thread.join()
+        assert min(self.sums) > 0, "a read found no value"
 
 
 class Writes(tf.estimator.SessionRunHook):
@@ -187,14 +226,17 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
     if case == "embedding":
         table = weights("table", [1000, 130], 4)
         x = x + tf.nn.embedding_lookup(table, tf.cast(features[:, 0] * 999, tf.int64))
+    hooks: list[Any] = []
     hidden = tf.tanh(tf.tanh(x @ first) @ second)
     loss = tf.reduce_mean((tf.squeeze(hidden @ last, 1) - y) ** 2)
-    if case == "large":
-        loss += tf.reduce_mean(tf.tanh(x @ weights("large", [130, 20_000], 6)))
     if case == "empty":
         loss += tf.reduce_sum(weights("empty", [0, 7], 5))
+    if case == "slices":
+        wide = weights("wide", [130, 320], 6)
+        loss += tf.reduce_mean(tf.tanh(x @ wide))
+        hooks.append(ChangesSlice(wide, params["is_chief"]))
     optimizer = OPTIMIZERS.get(case, OPTIMIZERS["adam"])()
-    step, hooks = train.get_global_step(), []
+    step = train.get_global_step()
     if case.startswith("keras"):
         optimizer.iterations = step
         train_op = tf.group(*optimizer.get_updates(loss, tf.compat.v1.trainable_variables()))
@@ -234,6 +276,8 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
     if case == "reads":
         tf.compat.v1.add_to_collection("TRAIN_OPS", train_op)
         hooks.append(Reads())
+    if case == "thread":
+        hooks.append(ReadsInThread())
     if case == "writes":
         hooks.append(Writes())
     if case == "steps":

@@ -22,7 +22,7 @@ PROGRAMS = {
     "run_albert_classifier": [str(ROOT / "examples" / "bert" / "run_albert_classifier.py")],
 }
 # the runner would find this by itself, but the tests run a program that saves the variables, too
-OPTIONS = dict.fromkeys(["run_classifier", "run_albert_classifier"], ["--v1"])
+OPTIONS = {"run_classifier": ["--v1"], "run_albert_classifier": ["--v1"]}
 STEPS = 20
 # Biases that are added to all inputs of a softmax, and so have no effect.
 CANCELLED = re.compile(r"/key/bias:|squad/output_bias:")

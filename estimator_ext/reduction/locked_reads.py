@@ -1,0 +1,200 @@
+"""Reads of variables of which the ranks divide the updates.
+
+Between the old and the new value such a variable has none. So a mutex keeps reads and updates
+apart:
+
+    update    lock --> empty the variable --> update its memory --> give it back --> unlock
+    read      lock --> read --> unlock
+
+What has been read stays as it is: an update takes other memory if anything still refers to this
+one. But TensorFlow lets operations write into their input if nothing else refers to it and if it
+owns its memory. A variable does not own memory of NumPy, but a slice of it says so. Therefore only
+operations that are known to compute a new value get a variable as it is, and others get a copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext._tf_private import (
+    add_control_inputs,
+    control_flow_context,
+    control_outputs,
+    replace_input,
+)
+from estimator_ext.graphs.operation_kinds import READS
+from estimator_ext.graphs.walks import (
+    CALLS,
+    PASSES_VARIABLE,
+    arguments_of,
+    functions_called,
+    operations_before,
+)
+from hostopt.tensorflow.background import HOST_DEVICE
+
+_NEED_NO_VALUE = ("VarIsInitializedOp", "IsVariableInitialized")
+# Their results may be in the memory of their input, but are not slices.
+_SAME_MEMORY = re.compile(
+    r"Identity|IdentityN|Reshape|ExpandDims|Squeeze|StopGradient|PreventGradient|CheckNumerics"
+    r"|Snapshot|PlaceholderWithDefault|Cast|Transpose|AddN|Sum|Mean|Max|Min|Prod|All|Any"
+)
+# Their results are in memory of their own.
+_NEW_MEMORY = re.compile(
+    r"(Batch|Sparse)?MatMul(V2|V3)?|(Depthwise)?Conv\w*|BiasAdd(V1|Grad)?|Add(V2)?|Sub|Mul(NoNan)?"
+    r"|RealDiv|Square(dDifference)?|L2Loss|Abs|Neg|Sign|Tanh|Exp|Log|Sqrt|Rsqrt|IsFinite|IsNan"
+    r"|Gather(V2|Nd)?|FusedBatchNorm\w*|LSTMBlockCell\w*|GRUBlockCell\w*|BlockLSTM\w*"
+    r"|(Shape|ShapeN|Size|Rank|SaveV2|DeepCopy)|\w*Summary\w*"
+)
+
+
+@dataclass(eq=False)
+class Window:
+    """The time in which a step has taken the values of some variables away."""
+
+    variables: Sequence[tf.Variable]
+    updates: Sequence[tf.Operation]
+    mutex: tf.Tensor
+    lock: tf.Tensor
+    end: tf.Operation  # runs when the new values are there
+
+
+def new_mutex(name: str) -> tf.Tensor:
+    """Returns the handle of a mutex."""
+    return tf.raw_ops.MutexV2(shared_name=name)
+
+
+def new_lock(mutex: tf.Tensor) -> tf.Tensor:
+    """Returns a lock, which is held until the last operation that takes it has run."""
+    return tf.raw_ops.MutexLock(mutex=mutex)
+
+
+def can_lock(op: tf.Operation) -> bool:
+    """Returns True if a lock can be held while an operation uses the handle of a variable.
+
+    It cannot in branches and loops of TensorFlow 1, and in functions that run later, such as those
+    of a dataset.
+    """
+    if control_flow_context(op) is not None or PASSES_VARIABLE.match(op.type):
+        return False
+    return op.type in CALLS or not any(True for _ in functions_called(op))
+
+
+def initializing() -> set[tf.Operation]:
+    """Returns the operations that initialize variables: they run before all steps."""
+    variables = [*tf.compat.v1.global_variables(), *tf.compat.v1.local_variables()]
+    return operations_before(v.initializer for v in variables if v.initializer is not None)
+
+
+class LockedReadsHook(tf.compat.v1.train.SessionRunHook):
+    """Makes reads take locks, when all other hooks have added their operations."""
+
+    def __init__(self, windows: Sequence[Window]) -> None:
+        self._windows = windows
+
+    def begin(self) -> None:
+        """Finds the reads in the complete graph."""
+        starts = initializing()
+        with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("locked_reads"):
+            for window in self._windows:
+                own = _between(window)
+                for variable in window.variables:
+                    for op in variable.handle.consumers():
+                        if op not in own:
+                            _lock(op, variable, window, starts)
+                for update in window.updates:  # a hook may run what waits for it by itself
+                    for op in control_outputs(update):
+                        if op not in own:
+                            add_control_inputs(op, [window.end])
+
+
+def _between(window: Window) -> set[tf.Operation]:
+    """Returns the operations of a window."""
+    before = operations_before([window.end])
+    found: set[tf.Operation] = set()
+    todo = [window.lock.op]
+    while todo:
+        op = todo.pop()
+        if op in before and op not in found:
+            found.add(op)
+            todo += [each for output in op.outputs for each in output.consumers()]
+            todo += control_outputs(op)
+    return found
+
+
+def _lock(
+    op: tf.Operation, variable: tf.Variable, window: Window, starts: Collection[tf.Operation]
+) -> None:
+    """Makes an operation that takes the handle of a variable wait for its value."""
+    if op.type in _NEED_NO_VALUE or (op in starts and not can_lock(op)):
+        return
+    uses = list(_uses(op, variable.handle))
+    is_change = uses == [op] and op.type not in READS
+    if is_change:
+        return
+    if not can_lock(op) or not all(each.type in READS for each in uses):
+        raise hostopt.ConfigError(
+            f"{op.name!r} uses variable {variable.op.name!r} in a branch, a loop or a function, "
+            "perhaps while the ranks divide its update. Use its value, by tf.identity(variable), "
+            "or pass shard_optimizer=False"
+        )
+    with tf.control_dependencies(op.control_inputs):
+        lock = new_lock(window.mutex)
+    if op.type in CALLS:
+        _copy_for(op, variable, lock)
+        return
+    consumers = [each for output in op.outputs for each in output.consumers()]
+    add_control_inputs(op, [lock.op])
+    with tf.control_dependencies([op]):
+        unlock = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+    for each in consumers:
+        add_control_inputs(each, [unlock])
+    if op.type == "ReadVariableOp":
+        _protect(op.outputs[0], set())
+
+
+def _copy_for(op: tf.Operation, variable: tf.Variable, lock: tf.Tensor) -> None:
+    """Makes a function read a copy of a variable."""
+    ops, dtype, name = tf.raw_ops, variable.dtype.base_dtype, variable.op.name
+    copy = ops.VarHandleOp(dtype=dtype, shape=variable.shape, shared_name=f"copied_reads/{name}")
+    with tf.control_dependencies([lock.op]):
+        value = ops.DeepCopy(x=ops.ReadVariableOp(resource=variable.handle, dtype=dtype))
+    with tf.control_dependencies([ops.AssignVariableOp(resource=copy, value=value)]):
+        unlock = ops.ConsumeMutexLock(mutex_lock=lock)
+    for index, tensor in enumerate(op.inputs):
+        if tensor is variable.handle:
+            replace_input(op, index, copy)
+    add_control_inputs(op, [unlock])
+
+
+def _protect(value: tf.Tensor, seen: set[tf.Operation]) -> None:
+    """Gives a copy to operations that may write into the memory of a value, or pass slices on."""
+    for op in value.consumers():
+        if op in seen or _NEW_MEMORY.fullmatch(op.type):
+            continue
+        seen.add(op)
+        if _SAME_MEMORY.fullmatch(op.type):
+            # a GPU has memory of its own
+            if tf.DeviceSpec.from_string(op.device).device_type != "GPU":
+                for output in op.outputs:
+                    _protect(output, seen)
+            continue
+        with tf.device(value.device):
+            copy = tf.raw_ops.DeepCopy(x=value)
+        for index, tensor in enumerate(op.inputs):
+            if tensor is value:
+                replace_input(op, index, copy)
+
+
+def _uses(op: tf.Operation, handle: tf.Tensor) -> Iterator[tf.Operation]:
+    """Yields what reads or changes a variable that one of its consumers takes."""
+    within = op.outputs if PASSES_VARIABLE.match(op.type) else list(arguments_of(op, handle))
+    if not within:
+        yield op
+    for each in within:
+        for consumer in each.consumers():
+            yield from _uses(consumer, each)
