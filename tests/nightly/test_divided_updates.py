@@ -57,7 +57,7 @@ def test_a_killed_training_resumes(tmp_path: Path, communication: str) -> None:
         ("assigned", [78, 78], "slot 'first/Adam' was assigned during the training"),
         ("read_slot", [78, 78], "slot 'first/Adam' was read during the training"),
         ("fetched", [1, 200], "each rank has a part of this gradient"),
-        ("writes", [78, 78], "changes 'first' in a branch"),
+        ("writes", [78, 78], "uses variable 'first' in a branch"),
     ],
 )
 def test_what_has_only_a_part_of_a_value_is_refused(
