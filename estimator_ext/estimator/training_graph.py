@@ -21,7 +21,7 @@ others; the other ranks have no chief's hooks.
     [K11] InputStateHook                    [K11] InputStateHook
     [K12] ProgressHook
     [K13] EndStopSaveHook                   [K13] EndStopSaveHook
-    [K14] LockedReadsHook (divided       [K14] LockedReadsHook
+    [K14] LockedReadsHook (divided          [K14] LockedReadsHook
           updates), CopiesHook (on a GPU)         CopiesHook
     [K15] GlobalStepCheckHook               [K15] GlobalStepCheckHook
 

@@ -17,9 +17,9 @@ memory. A tensor in memory of NumPy does not, but a slice of it does.
 If the gradients of a bucket serve nothing else, their updates are divided as they lie in the
 bucket, and each rank gets gradient[i:j] only: that takes the bytes of an all-reduce, no more.
 
-What has waited for the update waits for [U6]. Between [U2] and [U6] the variable has no value: see
-`locked_reads`. Whatever else changes a variable makes TensorFlow copy it, as TensorFlow has not
-allocated its memory; so the other ranks, which read that memory, see no change.
+Between [U2] and [U6] the variable has no value: see `locked_reads`, which also makes what has
+waited for the update wait for [U6]. Whatever else changes a variable makes TensorFlow copy it, as
+TensorFlow has not allocated its memory; so the other ranks, which read that memory, see no change.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ from estimator_ext.reduction.locked_reads import (
     Window,
     can_lock,
     initializing,
-    new_lock,
-    new_mutex,
 )
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
 from hostopt.gradients.bucket_reducer import BucketReducer
@@ -266,15 +264,14 @@ def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
     """Divides updates."""
     ops, updates = tf.raw_ops, group.updates
     variables = [each.variable for each in updates]
-    waiting = [control_outputs(each.op) for each in updates]
     ready = list(dict.fromkeys(op for each in updates for op in runs_before(each.op)))
     divided = DividedUpdate(communicator, group.layout)
     dtypes = [each.dtype.base_dtype for each in variables]
     parts = group.layout.parts[communicator.rank]
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_updates"):
-        mutex = new_mutex(f"divided_updates/{variables[0].op.name}")
+        mutex = ops.MutexV2(shared_name=f"divided_updates/{variables[0].op.name}")
         with tf.control_dependencies(ready):
-            lock = new_lock(mutex)
+            lock = ops.MutexLock(mutex=mutex)
         window = Window(variables, [each.op for each in updates], mutex, lock, end=tf.no_op())
         with tf.control_dependencies([lock.op]):
             old = [ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for v in variables]
@@ -310,9 +307,6 @@ def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
         with tf.control_dependencies(taken):
             unlocked = ops.ConsumeMutexLock(mutex_lock=lock)
         add_control_inputs(window.end, [unlocked])
-    for each in waiting:
-        for op in each:
-            add_control_inputs(op, [window.end])
     return window
 
 

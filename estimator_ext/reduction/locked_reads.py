@@ -59,18 +59,8 @@ class Window:
     variables: Sequence[tf.Variable]
     updates: Sequence[tf.Operation]
     mutex: tf.Tensor
-    lock: tf.Tensor
+    lock: tf.Tensor  # held until the last operation that takes it has run, as every lock
     end: tf.Operation  # runs when the new values are there
-
-
-def new_mutex(name: str) -> tf.Tensor:
-    """Returns the handle of a mutex."""
-    return tf.raw_ops.MutexV2(shared_name=name)
-
-
-def new_lock(mutex: tf.Tensor) -> tf.Tensor:
-    """Returns a lock, which is held until the last operation that takes it has run."""
-    return tf.raw_ops.MutexLock(mutex=mutex)
 
 
 def can_lock(op: tf.Operation) -> bool:
@@ -106,8 +96,8 @@ class LockedReadsHook(tf.compat.v1.train.SessionRunHook):
                     for op in variable.handle.consumers():
                         if op not in own:
                             _lock(op, variable, window, starts)
-                for update in window.updates:  # a hook may run what waits for it by itself
-                    for op in control_outputs(update):
+                for update in window.updates:
+                    for op in control_outputs(update):  # of the program, and of its hooks
                         if op not in own:
                             add_control_inputs(op, [window.end])
 
@@ -143,7 +133,7 @@ def _lock(
             "or pass shard_optimizer=False"
         )
     with tf.control_dependencies(op.control_inputs):
-        lock = new_lock(window.mutex)
+        lock = tf.raw_ops.MutexLock(mutex=window.mutex)
     if op.type in CALLS:
         _copy_for(op, variable, lock)
         return

@@ -43,7 +43,8 @@ class DividedUpdate:
         is_shared = self._communicator.on_one_host
         self._slots = SharedSlots(self._communicator, variables) if is_shared else None
         self._pool = BufferPool(variables)
-        self._index = 0  # of the slot or buffer that holds the values of the last update
+        self._buffers: list[Array] = []  # slots, or those of the pool
+        self._index = 0  # of the buffer that holds the values of the last update
         self._values: Array | None = None  # an array in its memory
         self._assigned: list[Array | None] = [None] * len(variables.specs)
         self._barrier: tuple[SharedMemoryChannel, CollectiveCall] | None = None
@@ -96,30 +97,28 @@ class DividedUpdate:
                 channel.barrier(call, self._variables.nbytes)
             else:
                 chunks.all_gather(self._communicator, self._values)
-            buffers = self._pool.buffers if self._slots is None else self._slots.slots
-            values = self._variables.views(buffers[self._index])
+            values = self._variables.views(self._buffers[self._index])
             for each in values:
                 each.flags.writeable = False
             return values
 
     def _take(self) -> Array:
         """Takes the memory for the next values; the one for the last values if it is free."""
+        buffers, index = self._pool.buffers, None
         if self._slots is not None:
             call = self._communicator.begin_call("divided_update")
             taken = self._slots.take(call, self._index)
-            if taken is not None:
+            if taken is None:  # on all ranks: they have no memory to share
+                self._slots = self._barrier = None
+            else:
                 channel, index = taken
-                self._barrier = channel, call
-                return self._at(self._slots.slots, index)
-            self._slots = self._barrier = None  # on all ranks: they have no memory to share
-            self._index = -1
-        return self._at(self._pool.buffers, self._pool.take_index(self._index))
-
-    def _at(self, buffers: Sequence[Array], index: int) -> Array:
-        if self._values is None or index != self._index:
-            self._index = index
-            return uncounted(buffers[index])
-        return self._values
+                self._barrier, buffers = (channel, call), self._slots.slots
+        if index is None:
+            index = self._pool.take_index(self._index)
+        if self._values is not None and buffers is self._buffers and index == self._index:
+            return self._values
+        self._buffers, self._index = buffers, index
+        return uncounted(buffers[index])
 
 
 def _is_at(value: Array, other: Array) -> bool:
