@@ -193,6 +193,7 @@ could_possibly_record = record.could_possibly_record
 record_operation = record.record_operation
 variable_accessed = resource_variable_ops.variable_accessed
 ResourceVariable = resource_variable_ops.ResourceVariable
+ANONYMOUS_VARIABLE = context.anonymous_name()  # the handle's name; each execution makes a new one
 
 
 def cached_value_of(variable: tf.Variable) -> tf.Tensor | None:
@@ -339,6 +340,11 @@ def set_attribute(op: tf.Operation, name: str, value: bytes) -> None:
 def set_initializer(variable: tf.Variable, initializer: tf.Operation) -> None:
     """Replaces the initializer of a resource variable of a graph."""
     variable._initializer_op = initializer
+
+
+def set_fetched(variable: tf.Variable, tensor: tf.Tensor) -> None:
+    """Makes a session that fetches a variable of a graph fetch a tensor."""
+    variable._as_graph_element = lambda: tensor
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ The ranks of one host have one copy of the variables, in memory that they share.
 an update, of which this rank makes elements i to j:
 
     [U1] note whether anything, such as a hook, has assigned the variable since the last update
-    [U2] the variable gets an empty value, which releases its memory
+    [U2] the variable is destroyed, which releases its memory
     [U3] take the same memory, or other memory if a rank still refers to that; a variable of ours
          takes elements i to j of it
     [U4] the optimizer's own operation updates them in place, by gradient[i:j] and slots[i:j]
@@ -25,7 +25,7 @@ TensorFlow has not allocated its memory; so the other ranks, which read that mem
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +42,6 @@ from estimator_ext.graphs.operation_kinds import READS, arguments
 from estimator_ext.graphs.walks import runs_before, users, walk
 from estimator_ext.reduction.deferred import is_stand_in
 from estimator_ext.reduction.divided_slots import (
-    EMPTY,
     DividedSlots,
     DividedVariable,
     of_unknown_shape,
@@ -275,11 +274,9 @@ def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
         window = Window(variables, [each.op for each in updates], mutex, lock, end=tf.no_op())
         with tf.control_dependencies([lock.op]):
             old = [ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for v in variables]
-        empty = tf.numpy_function(_note(divided), old, dtypes)  # [U1]
-        released = [
-            ops.AssignVariableOp(resource=variable.handle, value=value)  # [U2]
-            for variable, value in zip(variables, empty)
-        ]
+        noted = tf.numpy_function(lambda *values: divided.note(values), old, [])  # [U1]
+        with tf.control_dependencies([noted]):
+            released = [ops.DestroyResourceOp(resource=v.handle) for v in variables]  # [U2]
         with tf.control_dependencies(released):
             # NumPy's memory is only released when TensorFlow has called a Python function
             called = tf.numpy_function(lambda: None, [], [])
@@ -308,14 +305,6 @@ def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
             unlocked = ops.ConsumeMutexLock(mutex_lock=lock)
         add_control_inputs(window.end, [unlocked])
     return window
-
-
-def _note(divided: DividedUpdate) -> Callable[..., list[np.ndarray]]:
-    def note(*values: np.ndarray) -> list[np.ndarray]:
-        divided.note(values)
-        return [np.zeros(EMPTY, each.dtype) for each in values]
-
-    return note
 
 
 def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: bool) -> tf.Tensor:

@@ -3,8 +3,12 @@
 Between the old and the new value such a variable has none. So a mutex keeps reads and updates
 apart:
 
-    update    lock --> empty the variable --> update its memory --> give it back --> unlock
-    read      lock --> read --> unlock
+    update    lock --> destroy the variable --> update its memory --> give it back --> unlock
+    read      lock --> take the value into a variable of its own --> unlock --> read that
+
+A program may fetch a read, so nothing that comes after it is sure to run, such as an unlock. Only
+the read that stands for a variable, by which savers find it, keeps its input. It comes before the
+update, and a session that fetches the variable gets another read.
 
 What has been read stays as it is: an update takes other memory if anything still refers to this
 one. But TensorFlow lets operations write into their input if nothing else refers to it and if it
@@ -22,10 +26,12 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_private import (
+    ANONYMOUS_VARIABLE,
     add_control_inputs,
     control_flow_context,
     control_outputs,
     replace_input,
+    set_fetched,
 )
 from estimator_ext.graphs.operation_kinds import READS
 from estimator_ext.graphs.walks import (
@@ -93,9 +99,16 @@ class LockedReadsHook(tf.compat.v1.train.SessionRunHook):
             for window in self._windows:
                 own = _between(window)
                 for variable in window.variables:
+                    found = tf.compat.v1.get_default_graph().as_graph_element(variable)
+                    fetched = tf.raw_ops.ReadVariableOp(
+                        resource=variable.handle, dtype=variable.dtype.base_dtype
+                    )
                     for op in variable.handle.consumers():
-                        if op not in own:
+                        if op not in own and op is not found.op:
                             _lock(op, variable, window, starts)
+                    add_control_inputs(window.lock.op, [found.op])
+                    _protect(found, set())
+                    set_fetched(variable, fetched)
                 for update in window.updates:
                     for op in control_outputs(update):  # of the program, and of its hooks
                         if op not in own:
@@ -132,33 +145,23 @@ def _lock(
             "perhaps while the ranks divide its update. Use its value, by tf.identity(variable), "
             "or pass shard_optimizer=False"
         )
+    ops, dtype = tf.raw_ops, variable.dtype.base_dtype
     with tf.control_dependencies(op.control_inputs):
-        lock = tf.raw_ops.MutexLock(mutex=window.mutex)
-    if op.type in CALLS:
-        _copy_for(op, variable, lock)
-        return
-    consumers = [each for output in op.outputs for each in output.consumers()]
-    add_control_inputs(op, [lock.op])
-    with tf.control_dependencies([op]):
-        unlock = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
-    for each in consumers:
-        add_control_inputs(each, [unlock])
-    if op.type == "ReadVariableOp":
-        _protect(op.outputs[0], set())
-
-
-def _copy_for(op: tf.Operation, variable: tf.Variable, lock: tf.Tensor) -> None:
-    """Makes a function read a copy of a variable."""
-    ops, dtype, name = tf.raw_ops, variable.dtype.base_dtype, variable.op.name
-    copy = ops.VarHandleOp(dtype=dtype, shape=variable.shape, shared_name=f"copied_reads/{name}")
+        lock = ops.MutexLock(mutex=window.mutex)
     with tf.control_dependencies([lock.op]):
-        value = ops.DeepCopy(x=ops.ReadVariableOp(resource=variable.handle, dtype=dtype))
-    with tf.control_dependencies([ops.AssignVariableOp(resource=copy, value=value)]):
+        value = ops.ReadVariableOp(resource=variable.handle, dtype=dtype)
+    if op.type in CALLS:  # which may write into the memory of the value
+        value = ops.DeepCopy(x=value)
+    # of this execution only, so that nothing refers to the value when it has been used
+    own = ops.VarHandleOp(dtype=dtype, shape=variable.shape, shared_name=ANONYMOUS_VARIABLE)
+    with tf.control_dependencies([ops.AssignVariableOp(resource=own, value=value)]):
         unlock = ops.ConsumeMutexLock(mutex_lock=lock)
     for index, tensor in enumerate(op.inputs):
         if tensor is variable.handle:
-            replace_input(op, index, copy)
+            replace_input(op, index, own)
     add_control_inputs(op, [unlock])
+    if op.type == "ReadVariableOp":
+        _protect(op.outputs[0], set())
 
 
 def _protect(value: tf.Tensor, seen: set[tf.Operation]) -> None:

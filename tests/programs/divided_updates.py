@@ -79,6 +79,7 @@ class ReadsInThread(tf.estimator.SessionRunHook):
 
     def begin(self) -> None:
         variable = next(v for v in tf.compat.v1.trainable_variables() if v.op.name == "first")
+        self.variable = variable
         self.sum = tf.reduce_sum(tf.abs(tf.reshape(variable, [-1])))
         self.is_over = threading.Event()
         self.sums: list[float] = []
@@ -86,7 +87,7 @@ class ReadsInThread(tf.estimator.SessionRunHook):
     def after_create_session(self, session: Any, coord: Any) -> None:
         def read() -> None:
             while not self.is_over.is_set():
-                self.sums.append(session.run(self.sum))
+                self.sums += [session.run(self.sum), np.abs(session.run(self.variable)).sum()]
 
         self.thread = threading.Thread(target=read)
         self.thread.start()
@@ -174,6 +175,8 @@ class Reads(tf.estimator.SessionRunHook):
         self.variable = variable
         step = tf.compat.v1.train.get_global_step()
         self.whole = {
+            "fetched": variable,
+            "by name": "first/Read/ReadVariableOp:0",
             "read": variable.read_value(),
             "again": variable.read_value(),
             "branch": tf.cond(step >= 0, lambda: tf.identity(variable), lambda: tf.zeros([1])),
