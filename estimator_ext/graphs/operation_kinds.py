@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from estimator_ext._tf_private import is_reference
 
+GATHERS = ("ResourceGather", "ResourceGatherNd")
 # Read a variable. All other operations that take one change it.
-READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+READS = ("ReadVariableOp", *GATHERS, "VariableShape")
 READS += ("VarIsInitializedOp", "IsVariableInitialized", "DisableCopyOnRead")
 READS += ("LookupTableFindV2", "LookupTableSizeV2", "LookupTableExportV2")
 # Pass on a variable or a value.

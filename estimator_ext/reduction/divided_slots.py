@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -28,7 +29,8 @@ class DividedVariable(NamedTuple):
 
     variable: tf.Variable
     slots: Sequence[tf.Variable]
-    parts: list[slice]  # by rank
+    parts: list[slice]  # by rank, of its elements
+    has_rows: bool  # True if each part is some rows
 
 
 class _Slot(NamedTuple):
@@ -54,7 +56,9 @@ class DividedSlots:
         self._communicator = communicator
         self._variables = [each.variable for each in divided]
         self._slots = [
-            _slot(slot, each.parts, communicator.rank) for each in divided for slot in each.slots
+            _slot(slot, each.parts, communicator.rank, each.has_rows)
+            for each in divided
+            for slot in each.slots
         ]
         self.names = {each.whole.op.name for each in self._slots}
         self._is_gathered = False
@@ -76,8 +80,8 @@ class DividedSlots:
                 flat = session.run(each.value).reshape(-1)
                 parts = [flat[part].tobytes() for part in each.parts]
             data = self._communicator.scatter_bytes(parts, f"slot {each.whole.op.name!r}")
-            dtype = each.new_part.dtype.as_numpy_dtype
-            session.run(each.set_part, {each.new_part: np.frombuffer(data, dtype)})
+            part = np.frombuffer(data, each.new_part.dtype.as_numpy_dtype)
+            session.run(each.set_part, {each.new_part: part.reshape(each.new_part.shape)})
             session.run(each.release)
         for variable in self._variables:  # TensorFlow uses what they leave for the gradients
             _assign(session, variable, session.run(variable))
@@ -144,8 +148,8 @@ def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: np.ndar
     assign(session, [variable], [copy])
 
 
-def _slot(slot: tf.Variable, parts: list[slice], rank: int) -> _Slot:
-    ops, handle = tf.raw_ops, part_variable(slot, parts[rank])
+def _slot(slot: tf.Variable, parts: list[slice], rank: int, has_rows: bool) -> _Slot:
+    ops, handle = tf.raw_ops, part_variable(slot, parts[rank], has_rows)
     dtype = slot.dtype.base_dtype
     part = ops.ReadVariableOp(resource=handle, dtype=dtype)
     new_part = tf.compat.v1.placeholder(dtype, part.shape)
@@ -173,13 +177,22 @@ def _begin_empty(slot: tf.Variable) -> tf.Tensor | None:
     return initial
 
 
-def part_variable(variable: tf.Variable, part: slice) -> tf.Tensor:
+def part_variable(variable: tf.Variable, part: slice, has_rows: bool) -> tf.Tensor:
     """Returns the handle of a variable of ours for a part of another one."""
     return tf.raw_ops.VarHandleOp(
         dtype=variable.dtype.base_dtype,
-        shape=[part.stop - part.start],
+        shape=part_shape(variable, part, has_rows),
         shared_name=f"divided_updates/{variable.op.name}",
     )
+
+
+def part_shape(variable: tf.Variable, part: slice, has_rows: bool) -> list[int]:
+    """Returns the shape of a part, which is flat if it is not some rows."""
+    size = part.stop - part.start
+    if not has_rows:
+        return [size]
+    row = variable.shape[1:].as_list()
+    return [size // math.prod(row), *row]
 
 
 def of_unknown_shape(value: tf.Tensor) -> tf.Tensor:

@@ -25,6 +25,7 @@ TensorFlow has not allocated its memory; so the other ranks, which read that mem
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ from estimator_ext.reduction.divided_slots import (
     DividedSlots,
     DividedVariable,
     of_unknown_shape,
+    part_shape,
     part_variable,
 )
 from estimator_ext.reduction.locked_reads import (
@@ -60,8 +62,10 @@ from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_b
 _log = tf.get_logger()
 
 _MIN_BYTES = 64 << 10  # of a variable; to divide a smaller one would take longer than its update
-# TensorFlow's updates with dense gradients; each element depends on those at its own position only
+_MIN_ROWS_BYTES = 1 << 20  # of a variable whose gradient is sparse: a step updates few of its rows
+# TensorFlow's updates; each element depends on those at its own position only
 _KERNELS = "ResourceApply"
+_ROW_KERNELS = "ResourceSparseApply"  # with sparse gradients
 
 
 class _Update(NamedTuple):
@@ -71,6 +75,17 @@ class _Update(NamedTuple):
     variable: tf.Variable
     slots: list[tf.Variable]
     level: int  # number of updates in the longest chain before it
+
+    @property
+    def has_rows(self) -> bool:
+        """True if the gradient is sparse, so that whole rows are divided."""
+        return self.op.type.startswith(_ROW_KERNELS)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Size of the smallest part."""
+        row = self.spec.nbytes // max(self.variable.shape[0], 1) if self.has_rows else 1
+        return math.lcm(row, ALIGNMENT_BYTES)
 
     @property
     def spec(self) -> TensorSpec:
@@ -106,7 +121,9 @@ def divide_updates(
       The times in which the step has taken values away, whose ends it must run, too; and the
       slots.
     """
-    updates, alone = _on_all_ranks(_find(targets), communicator, reduction)
+    # a row that another host has updated would have to come back
+    kernels = (_KERNELS, _ROW_KERNELS) if communicator.on_one_host else (_KERNELS,)
+    updates, alone = _on_all_ranks(_find(targets, kernels), communicator, reduction)
     groups = _group(updates, alone, communicator, reduction)
     texts = {
         each.variable.op.name: f"{each.spec} in group {number}"
@@ -121,7 +138,7 @@ def divide_updates(
         slots = DividedSlots(
             communicator,
             [
-                DividedVariable(update.variable, update.slots, parts)
+                DividedVariable(update.variable, update.slots, parts, update.has_rows)
                 for group in groups
                 for update, *parts in zip(group.updates, *group.layout.parts)
             ],
@@ -183,11 +200,12 @@ def _group(
                 del left[each.op]
     others: dict[Any, list[_Update]] = {}
     for each in left.values():
-        if each.spec.nbytes >= _MIN_BYTES:
-            others.setdefault((each.level, each.spec.dtype), []).append(each)
-    for group in others.values():
+        if each.spec.nbytes >= (_MIN_ROWS_BYTES if each.has_rows else _MIN_BYTES):
+            key = each.level, each.spec.dtype, each.unit_bytes
+            others.setdefault(key, []).append(each)
+    for (_, _, unit_bytes), group in others.items():
         specs = tuple(each.spec for each in group)
-        layout = Bucket(tuple(range(len(specs))), specs, communicator.size)
+        layout = Bucket(tuple(range(len(specs))), specs, communicator.size, unit_bytes)
         groups.append(_Group(group, layout, is_scattered=False))
     return groups
 
@@ -220,7 +238,7 @@ def _refuse_fetches(gradients: Sequence[tf.Tensor]) -> None:
                     replace_input(op, 0, of_unknown_shape(tf.zeros([], gradient.dtype)))
 
 
-def _find(targets: Sequence[tf.Operation]) -> list[_Update]:
+def _find(targets: Sequence[tf.Operation], kernels: tuple[str, ...]) -> list[_Update]:
     order = walk(targets)
     step, starts = set(order), initializing()
     variables = {v.handle.op: v for v in tf.compat.v1.global_variables() if hasattr(v, "handle")}
@@ -228,7 +246,7 @@ def _find(targets: Sequence[tf.Operation]) -> list[_Update]:
     levels: dict[tf.Operation, int] = {}
     for op in order:
         levels[op] = max((levels.get(each, 0) for each in runs_before(op)), default=0)
-        if not op.type.startswith(_KERNELS) or control_flow_context(op) is not None:
+        if not op.type.startswith(kernels) or control_flow_context(op) is not None:
             continue
         handles = [tensor.op for _, tensor, is_handle in arguments(op) if is_handle]
         variable, *slots = map(variables.get, handles)
@@ -314,22 +332,41 @@ def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: boo
       memory: the part and ALIGNMENT_BYTES more, as a slice of the whole would be no slice.
     """
     ops, op, variable = tf.raw_ops, update.op, update.variable
-    dtype = variable.dtype.base_dtype
-    ours = part_variable(variable, part)
-    values = memory[: -(ALIGNMENT_BYTES // dtype.size)]
+    dtype, has_rows = variable.dtype.base_dtype, update.has_rows
+    ours = part_variable(variable, part, has_rows)
+    values = tf.reshape(
+        memory[: -(ALIGNMENT_BYTES // dtype.size)], part_shape(variable, part, has_rows)
+    )
     add_control_inputs(op, [ops.AssignVariableOp(resource=ours, value=values)])
     parts = {variable.handle.op: ours}
-    parts |= {each.handle.op: part_variable(each, part) for each in update.slots}
+    parts |= {each.handle.op: part_variable(each, part, has_rows) for each in update.slots}
     for index, tensor in enumerate(op.inputs):
         if tensor.op in parts:
             replace_input(op, index, parts[tensor.op])
     gradient = op.inputs[update.gradient]
-    if not is_scattered:
+    if has_rows:
+        names = [name for name, _, _ in arguments(op)]
+        gradient, indices = _rows_of(gradient, op.inputs[names.index("indices")], part, variable)
+        replace_input(op, names.index("indices"), of_unknown_shape(indices))
+    elif not is_scattered:
         gradient = _flat(gradient)[part]
     replace_input(op, update.gradient, of_unknown_shape(gradient))
     with tf.control_dependencies([op]):  # [U4]
+        # else TensorFlow would copy what an operation with rows has updated
+        read = ops.DisableCopyOnRead(resource=ours)
+    with tf.control_dependencies([read]):
         return ops.ReadVariableOp(resource=ours, dtype=dtype)
 
 
 def _flat(value: tf.Tensor) -> tf.Tensor:
     return tf.reshape(value, [-1])
+
+
+def _rows_of(
+    values: tf.Tensor, indices: tf.Tensor, part: slice, variable: tf.Variable
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the rows of a sparse gradient that are in a part, and their indices there."""
+    width = math.prod(variable.shape[1:])
+    start, stop = part.start // width, part.stop // width
+    where = tf.reshape(tf.where((indices >= start) & (indices < stop)), [-1])
+    return tf.gather(values, where), tf.gather(indices, where) - start

@@ -4,16 +4,17 @@ Between the old and the new value such a variable has none. So a mutex keeps rea
 apart:
 
     update    lock --> destroy the variable --> update its memory --> give it back --> unlock
-    read      lock --> take the value into a variable of its own --> unlock --> read that
-
-A program may fetch a read, so nothing that comes after it is sure to run, such as an unlock. Only
-the read that stands for a variable, by which savers find it, keeps its input. It comes before the
-update, and a session that fetches the variable gets another read.
+    read      lock --> read --> unlock --> what uses the value
 
 What has been read stays as it is: an update takes other memory if anything still refers to this
 one. But TensorFlow lets operations write into their input if nothing else refers to it and if it
 owns its memory. A variable does not own memory of NumPy, but a slice of it says so. Therefore only
 operations that are known to compute a new value get a variable as it is, and others get a copy.
+
+If a session fetches the program's own operation, nothing that comes after it is sure to run, such
+as an unlock. So this operation takes the value from a variable of its own, which exists for one
+execution. Only the read that stands for a variable, by which savers find it, takes the variable
+itself: in a step it comes before the update, and who fetches the variable gets a locked read.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from estimator_ext._tf_private import (
     control_flow_context,
     control_outputs,
     replace_input,
+    replace_tensor,
     set_fetched,
 )
-from estimator_ext.graphs.operation_kinds import READS
+from estimator_ext.graphs.operation_kinds import GATHERS, READS
 from estimator_ext.graphs.walks import (
     CALLS,
     PASSES_VARIABLE,
@@ -100,15 +102,14 @@ class LockedReadsHook(tf.compat.v1.train.SessionRunHook):
                 own = _between(window)
                 for variable in window.variables:
                     found = tf.compat.v1.get_default_graph().as_graph_element(variable)
-                    fetched = tf.raw_ops.ReadVariableOp(
-                        resource=variable.handle, dtype=variable.dtype.base_dtype
-                    )
                     for op in variable.handle.consumers():
                         if op not in own and op is not found.op:
                             _lock(op, variable, window, starts)
+                    value = _locked_read(variable, window, found.op)
+                    _use_instead(found, value)
+                    _protect(value, set())
+                    set_fetched(variable, value)
                     add_control_inputs(window.lock.op, [found.op])
-                    _protect(found, set())
-                    set_fetched(variable, fetched)
                 for update in window.updates:
                     for op in control_outputs(update):  # of the program, and of its hooks
                         if op not in own:
@@ -145,23 +146,50 @@ def _lock(
             "perhaps while the ranks divide its update. Use its value, by tf.identity(variable), "
             "or pass shard_optimizer=False"
         )
-    ops, dtype = tf.raw_ops, variable.dtype.base_dtype
-    with tf.control_dependencies(op.control_inputs):
-        lock = ops.MutexLock(mutex=window.mutex)
-    with tf.control_dependencies([lock.op]):
-        value = ops.ReadVariableOp(resource=variable.handle, dtype=dtype)
-    if op.type in CALLS:  # which may write into the memory of the value
-        value = ops.DeepCopy(x=value)
-    # of this execution only, so that nothing refers to the value when it has been used
-    own = ops.VarHandleOp(dtype=dtype, shape=variable.shape, shared_name=ANONYMOUS_VARIABLE)
-    with tf.control_dependencies([ops.AssignVariableOp(resource=own, value=value)]):
-        unlock = ops.ConsumeMutexLock(mutex_lock=lock)
+    value = _locked_read(variable, window, op)
+    if op.type == "ReadVariableOp":
+        _use_instead(op.outputs[0], value)
+        _protect(value, set())
+    elif op.type in GATHERS:  # which would copy the whole value
+        _use_instead(op.outputs[0], _gather(op, value))
+    elif op.type in CALLS:  # which may write into the memory of the value
+        value = tf.raw_ops.DeepCopy(x=value)
+    own = tf.raw_ops.VarHandleOp(
+        dtype=value.dtype, shape=variable.shape, shared_name=ANONYMOUS_VARIABLE
+    )
     for index, tensor in enumerate(op.inputs):
         if tensor is variable.handle:
             replace_input(op, index, own)
-    add_control_inputs(op, [unlock])
-    if op.type == "ReadVariableOp":
-        _protect(op.outputs[0], set())
+    add_control_inputs(op, [tf.raw_ops.AssignVariableOp(resource=own, value=value)])
+
+
+def _locked_read(variable: tf.Variable, window: Window, op: tf.Operation) -> tf.Tensor:
+    """Returns the value that a variable has when an operation can run."""
+    ops = tf.raw_ops
+    ready = [tensor.op for tensor in op.inputs if tensor is not variable.handle]
+    with tf.control_dependencies([*op.control_inputs, *ready]):
+        lock = ops.MutexLock(mutex=window.mutex)
+    with tf.control_dependencies([lock.op]):
+        value = ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype.base_dtype)
+    with tf.control_dependencies([value.op]):
+        unlock = ops.ConsumeMutexLock(mutex_lock=lock)
+    with tf.control_dependencies([unlock]):
+        return tf.identity(value)
+
+
+def _use_instead(old: tf.Tensor, new: tf.Tensor) -> None:
+    """Connects everything that uses a value, or waits for it, to another one."""
+    for op in control_outputs(old.op):
+        add_control_inputs(op, [new.op])
+    replace_tensor(old, new)
+
+
+def _gather(op: tf.Operation, value: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of a value that an operation takes from a variable."""
+    if op.type == "ResourceGatherNd":
+        return tf.gather_nd(value, op.inputs[1])
+    axis = op.get_attr("batch_dims")
+    return tf.gather(value, op.inputs[1], axis=axis, batch_dims=axis)
 
 
 def _protect(value: tf.Tensor, seen: set[tf.Operation]) -> None:

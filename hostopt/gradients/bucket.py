@@ -50,6 +50,7 @@ class Bucket:
     indices: tuple[int, ...]  # of the gradients in variable order, listed in packing order
     specs: tuple[TensorSpec, ...]  # in packing order
     chunk_count: int = 1  # the flat buffer has so many aligned chunks of the same size
+    unit_bytes: int = ALIGNMENT_BYTES  # no chunk ends within a unit of a gradient
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -59,12 +60,12 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Size of the packed gradients in bytes, including padding for alignment."""
-        return sum(_padded(spec.nbytes) for spec in self.specs)
+        return sum(_padded(spec.nbytes, self.unit_bytes) for spec in self.specs)
 
     @property
     def buffer_bytes(self) -> int:
         """Size of a buffer in bytes; at least `ALIGNMENT_BYTES` follow the last gradient."""
-        return _padded(self.nbytes + ALIGNMENT_BYTES, self.chunk_count * ALIGNMENT_BYTES)
+        return _padded(self.nbytes + ALIGNMENT_BYTES, self.chunk_count * self.unit_bytes)
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -80,7 +81,8 @@ class Bucket:
     @functools.cached_property
     def starts(self) -> list[int]:
         """Offset of each gradient in the flat buffer, in elements, in packing order."""
-        sizes = [_padded(spec.nbytes) // self.dtype.itemsize for spec in self.specs]
+        units = [_padded(spec.nbytes, self.unit_bytes) for spec in self.specs]
+        sizes = [nbytes // self.dtype.itemsize for nbytes in units]
         return [0, *itertools.accumulate(sizes[:-1])]
 
     @functools.cached_property

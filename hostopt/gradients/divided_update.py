@@ -81,8 +81,8 @@ class DividedUpdate:
         """Returns the new values of all variables. Collective: all ranks must call it.
 
         Args:
-          parts: the flat parts that this rank has updated, in the order of the variables. Those
-            that are not in the memory of `begin` are copied to it.
+          parts: the parts that this rank has updated, in the order of the variables. Those that
+            are not in the memory of `begin` are copied to it.
 
         Returns:
           Read-only arrays in memory that other ranks may read too.
@@ -91,7 +91,7 @@ class DividedUpdate:
             assert self._values is not None
             for where, part in zip(self._parts, parts):
                 if not _is_at(part, self._values[where]):
-                    np.copyto(self._values[where], part)
+                    np.copyto(self._values[where], part.reshape(-1))
             if self._barrier is not None:
                 channel, call = self._barrier
                 channel.barrier(call, self._variables.nbytes)

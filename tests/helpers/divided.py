@@ -11,12 +11,15 @@ from ranks import Ranks
 
 ALL = ["first", "last", "second"]
 LARGE = ["first", "second"]
+# optimizers that update single rows; not over the network
+ROWS = ["adadelta", "adagrad", "ftrl", "keras", "momentum", "rmsprop"]
 # the gradients of two ranks are so few bytes that they travel in one exchange, not in a bucket
 DIVIDED_BY_TWO = {"float16": LARGE, "bfloat16": LARGE}
 DIVIDED = {
     "clipped": LARGE,  # the norm needs whole gradients, and the last variable is small
     "summary_of_one": LARGE,  # rank 0 has a summary of a gradient
     "empty": ["empty", *ALL],
+    **{f"rows_of_{each}": [*ALL, "table_4", "table_7"] for each in ROWS},
     "slices": [*ALL, "wide"],
     "two": LARGE,  # one update waits for the others
     "slots": ["first"],  # a summary shows a slot of the second

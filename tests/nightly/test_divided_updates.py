@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from divided import check_same, compare, run
+from divided import ALL, ROWS, check_same, compare, divided, run
 from harness import reserved_addresses
 from ranks import Ranks
 
@@ -25,14 +25,25 @@ def test_checkpoints_are_those_of_undivided_updates(
     compare(tmp_path, cases, size, communication)
 
 
-def test_another_number_of_ranks_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_are_divided_on_one_host(tmp_path: Path, size: int) -> None:
+    compare(tmp_path, [f"rows_of_{each}" for each in ROWS], size, "shm")
+
+
+def test_rows_are_not_divided_over_the_network(tmp_path: Path) -> None:
+    output = run(tmp_path, ["rows_of_adagrad"], 2, True, communication="grpc+tcp")
+    assert divided(output, "rows_of_adagrad") == ALL
+
+
+@pytest.mark.parametrize("case", ["adam", "rows_of_adagrad"])
+def test_another_number_of_ranks_continues(tmp_path: Path, case: str) -> None:
     for name, shards in (("whole", False), ("divided", True)):
         for size, steps in ((3, "3"), (1, "6"), (2, "9")):
-            run(tmp_path / name, ["adam"], size, shards, steps)
+            run(tmp_path / name, [case], size, shards, steps)
             # another number of ranks reads the data from the start
-            for file in (tmp_path / name / "adam").glob("*.input"):
+            for file in (tmp_path / name / case).glob("*.input"):
                 file.unlink()
-    check_same(tmp_path / "divided" / "adam", tmp_path / "whole" / "adam")
+    check_same(tmp_path / "divided" / case, tmp_path / "whole" / case)
 
 
 @pytest.mark.parametrize("communication", ["grpc+tcp", "shm"])
@@ -88,5 +99,5 @@ def test_a_rank_has_memory_for_its_part_of_the_slots(tmp_path: Path) -> None:
         return [int(re.findall(r"PRIVATE (\d+)", each.output)[-1]) for each in started]
 
     saved = 2 * nbytes * (size - 1) / size  # Adam has two slots
-    for whole, divided in zip(private_bytes("false"), private_bytes("true")):
-        assert whole - divided > saved
+    for whole, less in zip(private_bytes("false"), private_bytes("true")):
+        assert whole - less > saved

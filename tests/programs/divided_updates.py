@@ -31,6 +31,12 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adadelta": lambda: train.AdadeltaOptimizer(0.5),
     "float16": lambda: train.MomentumOptimizer(0.001, 0.9),  # the epsilon of Adam would be 0
     "bfloat16": lambda: train.MomentumOptimizer(0.001, 0.9),
+    "rows_of_ftrl": lambda: train.FtrlOptimizer(0.1, l1_regularization_strength=0.001),
+    "rows_of_adagrad": lambda: train.AdagradOptimizer(0.1),
+    "rows_of_momentum": lambda: train.MomentumOptimizer(0.1, 0.9),
+    "rows_of_rmsprop": lambda: train.RMSPropOptimizer(0.01, momentum=0.9),
+    "rows_of_adadelta": lambda: train.AdadeltaOptimizer(0.5),
+    "rows_of_keras": lambda: keras.Adagrad(0.1),
     "keras_adam": lambda: keras.Adam(0.01, amsgrad=True),
     "keras_adamax": lambda: keras.Adamax(0.01),
     "keras_rmsprop": lambda: keras.RMSprop(0.01),
@@ -79,15 +85,19 @@ class ReadsInThread(tf.estimator.SessionRunHook):
 
     def begin(self) -> None:
         variable = next(v for v in tf.compat.v1.trainable_variables() if v.op.name == "first")
-        self.variable = variable
-        self.sum = tf.reduce_sum(tf.abs(tf.reshape(variable, [-1])))
+        sums = [
+            *tf.compat.v1.get_collection("NORM"),
+            tf.reduce_sum(tf.abs(tf.reshape(variable, [-1]))),
+        ]
+        self.sums_and_value = [*sums, variable]
         self.is_over = threading.Event()
         self.sums: list[float] = []
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         def read() -> None:
             while not self.is_over.is_set():
-                self.sums += [session.run(self.sum), np.abs(session.run(self.variable)).sum()]
+                *sums, value = session.run(self.sums_and_value)
+                self.sums += [*sums, np.abs(value).sum()]
 
         self.thread = threading.Thread(target=read)
         self.thread.start()
@@ -226,9 +236,12 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
 
     first, second = weights("first", [130, 301], 1), weights("second", [301, 111], 2)
     last = weights("last", [111, 1], 3)
-    if case == "embedding":
-        table = weights("table", [1000, 130], 4)
-        x = x + tf.nn.embedding_lookup(table, tf.cast(features[:, 0] * 999, tf.int64))
+    if case == "embedding" or case.startswith("rows_of"):
+        # two tables of one width, which share a group, and one that is smaller
+        for seed, rows in ((4, 3001), (7, 2512), (8, 100)):
+            table = weights(f"table_{seed}", [rows, 130], seed)
+            ids = tf.cast(features[:, :2] * (rows - 1), tf.int64)
+            x = x + tf.reduce_sum(tf.nn.embedding_lookup(table, ids), 1)
     hooks: list[Any] = []
     hidden = tf.tanh(tf.tanh(x @ first) @ second)
     loss = tf.reduce_mean((tf.squeeze(hidden @ last, 1) - y) ** 2)
@@ -240,7 +253,7 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         hooks.append(ChangesSlice(wide, params["is_chief"]))
     optimizer = OPTIMIZERS.get(case, OPTIMIZERS["adam"])()
     step = train.get_global_step()
-    if case.startswith("keras"):
+    if "keras" in case:
         optimizer.iterations = step
         train_op = tf.group(*optimizer.get_updates(loss, tf.compat.v1.trainable_variables()))
     elif case == "clipped":
@@ -258,7 +271,8 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         before = optimizer.minimize(loss, var_list=[first, last])
         with tf.control_dependencies([before]):
             other = train.MomentumOptimizer(0.1, 0.9)
-            loss_after = tf.reduce_mean(tf.abs(tf.tanh(x @ first) @ second))
+            rows = tf.gather(first, tf.identity(tf.cast(x[:, 0] * 129, tf.int64)))
+            loss_after = tf.reduce_mean(tf.abs((tf.tanh(x @ first) + rows) @ second))
             train_op = other.minimize(loss_after, step, var_list=[second])
     else:
         train_op = optimizer.minimize(loss, step)
@@ -280,6 +294,7 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         tf.compat.v1.add_to_collection("TRAIN_OPS", train_op)
         hooks.append(Reads())
     if case == "thread":
+        tf.compat.v1.add_to_collection("NORM", tf.reduce_sum(tf.abs(first)))
         hooks.append(ReadsInThread())
     if case == "writes":
         hooks.append(Writes())

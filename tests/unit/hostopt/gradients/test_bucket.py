@@ -77,9 +77,13 @@ def test_a_bucket_exceeds_the_limit_only_for_a_single_gradient(bucket_bytes: int
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
-def test_parts_of_the_ranks_cover_each_gradient_once(count: int, dtype: object) -> None:
+@pytest.mark.parametrize("unit_bytes", [64, 320])
+def test_parts_of_the_ranks_cover_each_gradient_once(
+    count: int, dtype: object, unit_bytes: int
+) -> None:
     sizes = [1000, 1, 0, 33, 300]
-    bucket = Bucket(tuple(range(5)), tuple(spec(f"v{n}", (n,), dtype) for n in sizes), count)
+    specs = tuple(spec(f"v{n}", (n,), dtype) for n in sizes)
+    bucket = Bucket(tuple(range(5)), specs, count, unit_bytes)
     parts = bucket.parts
     assert len(parts) == count
     nbytes = []
@@ -88,7 +92,7 @@ def test_parts_of_the_ranks_cover_each_gradient_once(count: int, dtype: object) 
         buffer[chunk] = 1
         views = bucket.views(buffer)
         for view, part in zip(views, parts[rank]):
-            assert part.start % (64 // bucket.dtype.itemsize) == 0 or part.start == view.size
+            assert part.start * view.itemsize % unit_bytes == 0 or part.start == view.size
             assert view[part].all()
             view[part] = 0
         assert not any(view.any() for view in views)
