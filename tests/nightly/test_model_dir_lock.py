@@ -136,7 +136,7 @@ def test_ranks_wait_for_a_lock_holder_on_another_host(
         return result
 
     assert spawn_inproc(2, run) == [True, True]
-    assert len(warned) == 1 and "is locked by process" in warned[0][0]
+    assert len(warned) == 1 and "is locked by process" in warned[0][1]
     assert not is_training(str(tmp_path))
 
 
