@@ -6,8 +6,10 @@ import re
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
-from divided import ALL, ROWS, check_same, compare, divided, run
+import tensorflow as tf
+from divided import ALL, ROWS, arrays, check_same, compare, divided, run
 from harness import reserved_addresses
 from ranks import Ranks
 
@@ -44,6 +46,20 @@ def test_another_number_of_ranks_continues(tmp_path: Path, case: str) -> None:
             for file in (tmp_path / name / case).glob("*.input"):
                 file.unlink()
     check_same(tmp_path / "divided" / case, tmp_path / "whole" / case)
+
+
+def test_the_saved_graph_can_be_trained_on(tmp_path: Path) -> None:
+    run(tmp_path, ["reads"], 2, True, "4")
+    path = tf.train.latest_checkpoint(str(tmp_path / "reads"))
+    saved = arrays(tmp_path / "reads")
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
+        tf.compat.v1.train.import_meta_graph(f"{path}.meta", clear_devices=True)
+        variables = tf.compat.v1.trainable_variables()
+        tf.compat.v1.train.Saver(variables).restore(session, path)
+        for variable, value in zip(variables, session.run(variables)):
+            np.testing.assert_array_equal(value, saved[variable.op.name])
+        loss = graph.get_tensor_by_name("Mean:0")
+        assert None not in tf.gradients(loss, variables)
 
 
 @pytest.mark.parametrize("communication", ["grpc+tcp", "shm"])
