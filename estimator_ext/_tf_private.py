@@ -327,9 +327,14 @@ def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
 def replace_tensor(old: tf.Tensor, new: tf.Tensor) -> None:
     """Connects every consumer of a tensor to another one of the same dtype."""
     for consumer in old.consumers():
-        for index, tensor in enumerate(consumer.inputs):
-            if tensor is old:
-                replace_input(consumer, index, new)
+        replace_inputs(consumer, old, new)
+
+
+def replace_inputs(op: tf.Operation, old: tf.Tensor, new: tf.Tensor) -> None:
+    """Connects every input of an operation that is one tensor to another one."""
+    for index, tensor in enumerate(op.inputs):
+        if tensor is old:
+            replace_input(op, index, new)
 
 
 def set_attribute(op: tf.Operation, name: str, value: bytes) -> None:

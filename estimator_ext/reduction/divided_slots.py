@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import mmap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -30,7 +29,7 @@ class DividedVariable(NamedTuple):
     variable: tf.Variable
     slots: Sequence[tf.Variable]
     parts: list[slice]  # by rank, of its elements
-    has_rows: bool  # True if each part is some rows
+    shape: list[int]  # of this rank's part
 
 
 class _Slot(NamedTuple):
@@ -56,9 +55,7 @@ class DividedSlots:
         self._communicator = communicator
         self._variables = [each.variable for each in divided]
         self._slots = [
-            _slot(slot, each.parts, communicator.rank, each.has_rows)
-            for each in divided
-            for slot in each.slots
+            _slot(slot, each.parts, each.shape) for each in divided for slot in each.slots
         ]
         self.names = {each.whole.op.name for each in self._slots}
         self._is_gathered = False
@@ -148,11 +145,11 @@ def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: np.ndar
     assign(session, [variable], [copy])
 
 
-def _slot(slot: tf.Variable, parts: list[slice], rank: int, has_rows: bool) -> _Slot:
-    ops, handle = tf.raw_ops, part_variable(slot, parts[rank], has_rows)
+def _slot(slot: tf.Variable, parts: list[slice], shape: list[int]) -> _Slot:
+    ops, handle = tf.raw_ops, part_variable(slot, shape)
     dtype = slot.dtype.base_dtype
     part = ops.ReadVariableOp(resource=handle, dtype=dtype)
-    new_part = tf.compat.v1.placeholder(dtype, part.shape)
+    new_part = tf.compat.v1.placeholder(dtype, shape)
     return _Slot(
         slot,
         parts,
@@ -177,22 +174,13 @@ def _begin_empty(slot: tf.Variable) -> tf.Tensor | None:
     return initial
 
 
-def part_variable(variable: tf.Variable, part: slice, has_rows: bool) -> tf.Tensor:
-    """Returns the handle of a variable of ours for a part of another one."""
+def part_variable(variable: tf.Variable, shape: list[int]) -> tf.Tensor:
+    """Returns the handle of a variable of ours for this rank's part of another one."""
     return tf.raw_ops.VarHandleOp(
         dtype=variable.dtype.base_dtype,
-        shape=part_shape(variable, part, has_rows),
+        shape=shape,
         shared_name=f"divided_updates/{variable.op.name}",
     )
-
-
-def part_shape(variable: tf.Variable, part: slice, has_rows: bool) -> list[int]:
-    """Returns the shape of a part, which is flat if it is not some rows."""
-    size = part.stop - part.start
-    if not has_rows:
-        return [size]
-    row = variable.shape[1:].as_list()
-    return [size // math.prod(row), *row]
 
 
 def of_unknown_shape(value: tf.Tensor) -> tf.Tensor:

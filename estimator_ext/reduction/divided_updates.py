@@ -38,6 +38,7 @@ from estimator_ext._tf_private import (
     control_flow_context,
     control_outputs,
     replace_input,
+    replace_inputs,
 )
 from estimator_ext.graphs.operation_kinds import READS, arguments
 from estimator_ext.graphs.walks import runs_before, users, walk
@@ -46,14 +47,9 @@ from estimator_ext.reduction.divided_slots import (
     DividedSlots,
     DividedVariable,
     of_unknown_shape,
-    part_shape,
     part_variable,
 )
-from estimator_ext.reduction.locked_reads import (
-    Window,
-    can_lock,
-    initializing,
-)
+from estimator_ext.reduction.locked_reads import Window, can_lock, initializing
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.divided_update import DividedUpdate
@@ -82,10 +78,18 @@ class _Update(NamedTuple):
         return self.op.type.startswith(_ROW_KERNELS)
 
     @property
+    def row(self) -> list[int]:
+        """Shape of what is not divided: an element, or a row."""
+        return self.variable.shape[1:].as_list() if self.has_rows else []
+
+    @property
     def unit_bytes(self) -> int:
-        """Size of the smallest part."""
-        row = self.spec.nbytes // max(self.variable.shape[0], 1) if self.has_rows else 1
-        return math.lcm(row, ALIGNMENT_BYTES)
+        """Size that a part has a multiple of."""
+        return math.lcm(math.prod(self.row) * self.spec.dtype.itemsize, ALIGNMENT_BYTES)
+
+    def shape_of(self, part: slice) -> list[int]:
+        """Returns the shape of a part."""
+        return [(part.stop - part.start) // math.prod(self.row), *self.row]
 
     @property
     def spec(self) -> TensorSpec:
@@ -93,11 +97,14 @@ class _Update(NamedTuple):
         dtype = np.dtype(variable.dtype.base_dtype.as_numpy_dtype)
         return TensorSpec(variable.op.name, tuple(variable.shape.as_list()), dtype)
 
+    def index_of(self, *names: str) -> int:
+        """Returns the index of an input of the operation, which has one of these names."""
+        return next(i for i, (name, _, _) in enumerate(arguments(self.op)) if name in names)
+
     @property
     def gradient(self) -> int:
         """Index of the gradient among the inputs of the operation."""
-        names = [name for name, _, _ in arguments(self.op)]
-        return names.index("delta" if "delta" in names else "grad")
+        return self.index_of("delta", "grad")
 
 
 class _Group(NamedTuple):
@@ -138,7 +145,9 @@ def divide_updates(
         slots = DividedSlots(
             communicator,
             [
-                DividedVariable(update.variable, update.slots, parts, update.has_rows)
+                DividedVariable(
+                    update.variable, update.slots, parts, update.shape_of(parts[communicator.rank])
+                )
                 for group in groups
                 for update, *parts in zip(group.updates, *group.layout.parts)
             ],
@@ -332,22 +341,19 @@ def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: boo
       memory: the part and ALIGNMENT_BYTES more, as a slice of the whole would be no slice.
     """
     ops, op, variable = tf.raw_ops, update.op, update.variable
-    dtype, has_rows = variable.dtype.base_dtype, update.has_rows
-    ours = part_variable(variable, part, has_rows)
-    values = tf.reshape(
-        memory[: -(ALIGNMENT_BYTES // dtype.size)], part_shape(variable, part, has_rows)
-    )
+    dtype, shape = variable.dtype.base_dtype, update.shape_of(part)
+    ours = part_variable(variable, shape)
+    values = tf.reshape(memory[: -(ALIGNMENT_BYTES // dtype.size)], shape)
     add_control_inputs(op, [ops.AssignVariableOp(resource=ours, value=values)])
-    parts = {variable.handle.op: ours}
-    parts |= {each.handle.op: part_variable(each, part, has_rows) for each in update.slots}
-    for index, tensor in enumerate(op.inputs):
-        if tensor.op in parts:
-            replace_input(op, index, parts[tensor.op])
+    replace_inputs(op, variable.handle, ours)
+    for slot in update.slots:
+        replace_inputs(op, slot.handle, part_variable(slot, shape))
     gradient = op.inputs[update.gradient]
-    if has_rows:
-        names = [name for name, _, _ in arguments(op)]
-        gradient, indices = _rows_of(gradient, op.inputs[names.index("indices")], part, variable)
-        replace_input(op, names.index("indices"), of_unknown_shape(indices))
+    if update.has_rows:
+        where = update.index_of("indices")
+        start = part.start // math.prod(update.row)
+        gradient, indices = _rows_of(gradient, op.inputs[where], start, start + shape[0])
+        replace_input(op, where, of_unknown_shape(indices))
     elif not is_scattered:
         gradient = _flat(gradient)[part]
     replace_input(op, update.gradient, of_unknown_shape(gradient))
@@ -363,10 +369,8 @@ def _flat(value: tf.Tensor) -> tf.Tensor:
 
 
 def _rows_of(
-    values: tf.Tensor, indices: tf.Tensor, part: slice, variable: tf.Variable
+    values: tf.Tensor, indices: tf.Tensor, start: int, stop: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the rows of a sparse gradient that are in a part, and their indices there."""
-    width = math.prod(variable.shape[1:])
-    start, stop = part.start // width, part.stop // width
     where = tf.reshape(tf.where((indices >= start) & (indices < stop)), [-1])
     return tf.gather(values, where), tf.gather(indices, where) - start

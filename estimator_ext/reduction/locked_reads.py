@@ -31,7 +31,7 @@ from estimator_ext._tf_private import (
     add_control_inputs,
     control_flow_context,
     control_outputs,
-    replace_input,
+    replace_inputs,
     replace_tensor,
     set_fetched,
 )
@@ -101,15 +101,9 @@ class LockedReadsHook(tf.compat.v1.train.SessionRunHook):
             for window in self._windows:
                 own = _between(window)
                 for variable in window.variables:
-                    found = tf.compat.v1.get_default_graph().as_graph_element(variable)
                     for op in variable.handle.consumers():
-                        if op not in own and op is not found.op:
+                        if op not in own:
                             _lock(op, variable, window, starts)
-                    value = _locked_read(variable, window, found.op)
-                    _use_instead(found, value)
-                    _protect(value, set())
-                    set_fetched(variable, value)
-                    add_control_inputs(window.lock.op, [found.op])
                 for update in window.updates:
                     for op in control_outputs(update):  # of the program, and of its hooks
                         if op not in own:
@@ -152,14 +146,16 @@ def _lock(
         _protect(value, set())
     elif op.type in GATHERS:  # which would copy the whole value
         _use_instead(op.outputs[0], _gather(op, value))
-    elif op.type in CALLS:  # which may write into the memory of the value
+    if op is tf.compat.v1.get_default_graph().as_graph_element(variable).op:
+        set_fetched(variable, value)
+        add_control_inputs(window.lock.op, [op])
+        return
+    if op.type in CALLS:  # which may write into the memory of the value
         value = tf.raw_ops.DeepCopy(x=value)
     own = tf.raw_ops.VarHandleOp(
         dtype=value.dtype, shape=variable.shape, shared_name=ANONYMOUS_VARIABLE
     )
-    for index, tensor in enumerate(op.inputs):
-        if tensor is variable.handle:
-            replace_input(op, index, own)
+    replace_inputs(op, variable.handle, own)
     add_control_inputs(op, [tf.raw_ops.AssignVariableOp(resource=own, value=value)])
 
 
@@ -206,9 +202,7 @@ def _protect(value: tf.Tensor, seen: set[tf.Operation]) -> None:
             continue
         with tf.device(value.device):
             copy = tf.raw_ops.DeepCopy(x=value)
-        for index, tensor in enumerate(op.inputs):
-            if tensor is value:
-                replace_input(op, index, copy)
+        replace_inputs(op, value, copy)
 
 
 def _uses(op: tf.Operation, handle: tf.Tensor) -> Iterator[tf.Operation]:
