@@ -14,6 +14,7 @@ from hostopt.errors import ConfigError
 PREFIX = "HOSTOPT_"
 MIB = 1 << 20
 MAX_SEGMENT_BYTES = 1 << 30
+MAX_STREAMS = 16
 # Range that the clocks and conditions of Python and the timers of gRPC support.
 MIN_TIMEOUT_S, YEAR_S = 0.001, 365.0 * 24 * 3600
 # TensorFlow counts micro-batches, examples and loops in int32.
@@ -108,6 +109,8 @@ class Options:
     Args:
       bucket_mb: size of a gradient bucket in MiB, up to 1 TiB, a multiple of 128 bytes.
       segment_bytes: largest message on the wire, up to 1 GiB; larger chunks are split.
+      streams: data sockets to a peer, each with a thread that sends, receives and adds, up to 16;
+        the rank with the fewest decides. 0 is one for every two cores that a rank has, up to 4.
       rendezvous_timeout_s: time to wait for all ranks to start.
       stall_warning_s: time after which a waiting rank logs whom it waits for; doubles each time.
       collective_timeout_s: time without progress after which a waiting rank raises an error.
@@ -145,6 +148,7 @@ class Options:
 
     bucket_mb: float = _option(25.0, _Number(_ALIGNMENT_BYTES / MIB, MIB, False, _ALIGNMENT_BYTES))
     segment_bytes: int = _option(2 * MIB, _Number(1, MAX_SEGMENT_BYTES, whole=True), same=True)
+    streams: int = _option(0, _Number(0, MAX_STREAMS, whole=True))
     rendezvous_timeout_s: float = _option(300.0, _SECONDS)
     stall_warning_s: float = _option(30.0, _SECONDS)
     collective_timeout_s: float = _option(300.0, _SECONDS)

@@ -4,6 +4,10 @@ A chunk travels as *segments* of at most `segment_bytes`. A rank forwards each s
 it is reduced, so reduction and both directions of the network overlap:
 
     previous rank --segment--> reduce or copy --segment--> next rank
+
+With several streams, the segments of a large chunk are dealt to them in turn. Each stream runs the
+schedule for its own segments, in a thread and on a connection of its own. An element is reduced in
+the same order in any case, so the sums do not depend on the number of streams.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import concurrent.futures
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +41,22 @@ from hostopt.transport.message import Payload
 # busy. Sending the whole chunk at once would fill the receiver with freshly allocated memory, page
 # fault by page fault.
 _SEGMENTS_AHEAD = 4
+# With several streams, the least size of a segment. A smaller one costs more than a thread saves.
+_LEAST_STRIPE_BYTES = 256 << 10
 _LENGTH = struct.Struct("<Q")  # length of a string, at the start of its first message
+
+
+class _Dealer(NamedTuple):
+    """Deals segments to one of the streams."""
+
+    segment_bytes: int
+    stream: int
+    streams: int
+
+    def segments(self, chunk: Array, at_least_one: bool = True) -> Iterator[tuple[int, Array]]:
+        """Returns the segments of this stream, with their numbers in the chunk."""
+        all_segments = segments(chunk, self.segment_bytes, at_least_one)
+        return itertools.islice(all_segments, self.stream, None, self.streams)
 
 
 class RingGroup:
@@ -182,16 +202,39 @@ class RingGroup:
         """
         if not rounds:
             return
-        messages = CallMessages(self._transport, call)
         wire = self._wire_format or NoCompression(flat.dtype)
-        # The option is the size of a segment on the wire. In memory it may be larger.
-        wire_bytes = self._transport.options.segment_bytes
-        segment_bytes = wire_bytes * flat.itemsize // wire.dtype.itemsize
+        length, itemsize = slices[0].stop - slices[0].start, wire.dtype.itemsize  # of a chunk
+        most_bytes = self._transport.options.segment_bytes
+        least_bytes = min(_LEAST_STRIPE_BYTES, most_bytes)
+        streams = max(1, min(self._transport.streams, length * itemsize // least_bytes))
+        most_bytes = min(most_bytes, max(-(-length // streams), 1) * itemsize)
+        # That is the size of a segment on the wire. In memory it may be larger.
+        segment_bytes = most_bytes * flat.itemsize // itemsize
+        chunks = [flat[each] for each in slices]
+        dealers = [_Dealer(segment_bytes, stream, streams) for stream in range(streams)]
+        await event_loop.run_on_all(
+            [
+                self._run_stream(call, chunks, rounds, op, wire.of(dealer.stream), dealer)
+                for dealer in dealers
+            ]
+        )
+
+    async def _run_stream(
+        self,
+        call: CollectiveCall,
+        chunks: Sequence[Array],
+        rounds: list[Round],
+        op: np.ufunc,
+        wire: WireFormat,
+        dealer: _Dealer,
+    ) -> None:
+        """Executes a schedule for the segments of one stream, on the loop of the stream."""
+        messages = CallMessages(self._transport, call)
         phases = [round_.phase for round_ in rounds]
         first_chunk, last = rounds[0].send, len(rounds) - 1
         # In an exchange and in an all-gather nobody encodes the first chunk again.
         keep_first = not rounds[0].reduce or first_chunk == rounds[0].recv
-        first_segments = segments(flat[slices[first_chunk]], segment_bytes)
+        first_segments = dealer.segments(chunks[first_chunk])
 
         async def send_first(count: int) -> None:
             for segment, part in itertools.islice(first_segments, count):
@@ -205,8 +248,7 @@ class RingGroup:
             # from every other one, and mismatched calls are detected, before any rank returns.
             receives_empty = index + 1 < self._size
             forwards_empty = index + 2 < self._size
-            chunk = flat[slices[round_.recv]]
-            for segment, part in segments(chunk, segment_bytes, receives_empty):
+            for segment, part in dealer.segments(chunks[round_.recv], receives_empty):
                 tag = call.tag(index, round_.recv, segment)
                 into = None if round_.reduce or wire.dtype != part.dtype else part
                 encoded = await messages.receive_array(

@@ -8,6 +8,7 @@ not slow the ring down.
 from __future__ import annotations
 
 import abc
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -25,12 +26,19 @@ _UINT32 = np.dtype(np.uint32)
 class WireFormat(abc.ABC):
     """Encoding of the values of a buffer on the wire, for contiguous arrays of shape [n].
 
-    It has scratch memory: use it in one thread.
+    It has scratch memory: use it in one thread, and `of` in the threads of streams.
     """
 
     def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
         self.name = name  # in `Options.compression`; part of the signature that ranks compare
         self.dtype = dtype  # on the wire
+        self._of_streams: dict[int, WireFormat] = {}
+
+    def of(self, stream: int) -> WireFormat:
+        """Returns the same format with the scratch memory of a stream; of stream 0, itself."""
+        if stream and stream not in self._of_streams:
+            self._of_streams[stream] = copy.deepcopy(self)
+        return self._of_streams.get(stream, self)
 
     @abc.abstractmethod
     def encode(self, values: Array) -> Array:
@@ -50,6 +58,10 @@ class NoCompression(WireFormat):
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         super().__init__(dtype.name, dtype)
+
+    def of(self, stream: int) -> WireFormat:
+        """Returns itself, as it has no scratch memory."""
+        return self
 
     def encode(self, values: Array) -> Array:
         """Returns `values` itself."""

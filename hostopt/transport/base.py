@@ -2,7 +2,7 @@
 
 A transport knows ranks and tags. It does not know arrays or algorithms. Messages from one rank to
 another arrive in the order in which they are sent; the receiver selects them by tag. `send` and
-`recv` are coroutines that run on the event loop of the process.
+`recv` are coroutines that run on the event loops of the process.
 
 The rank that detects an error calls `abort`, which aborts the ring on all ranks. `recv`, `send`
 and `abort_on_mismatch` do so themselves, so their callers only propagate the error.
@@ -48,6 +48,7 @@ class Transport(abc.ABC):
         self.options = options
         self.rank: int = cluster.rank
         self.size = cluster.size
+        self.streams = 1  # event loops that share a large collective, the same on all ranks
         self.traffic = Traffic()
         self.mailbox = Mailbox(
             cluster,
@@ -63,6 +64,7 @@ class Transport(abc.ABC):
         self._channels: dict[int, str] = {}  # name and duplicate by channel number
         self._duplicates: collections.Counter[str] = collections.Counter()
         self._opening = threading.Lock()
+        self._counting = threading.Lock()
         self.call_log = CallLog()
         self._deadlocks = DeadlockWatch(self.size, options.stall_warning_s)
         self.finishes = itertools.count()  # number of the next call of `Communicator.finish`
@@ -88,7 +90,7 @@ class Transport(abc.ABC):
             self.abort(error)
             raise
         if sent_tag.signature != tag.signature:
-            raise await self.abort_on_mismatch(peer, tag)
+            raise await event_loop.run_on(0, self.abort_on_mismatch(peer, tag))
         return payload
 
     def blocked_sends(self) -> dict[int, float]:
@@ -118,9 +120,10 @@ class Transport(abc.ABC):
         return number
 
     def _count(self, payload_bytes: int, header_bytes: int) -> None:
-        self.traffic.messages += 1  # no lock: only the loop calls this
-        self.traffic.payload_bytes += payload_bytes
-        self.traffic.header_bytes += header_bytes
+        with self._counting:
+            self.traffic.messages += 1
+            self.traffic.payload_bytes += payload_bytes
+            self.traffic.header_bytes += header_bytes
 
     # -- calls of the ranks ----------------------------------------------------------------
 

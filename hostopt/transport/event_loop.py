@@ -1,7 +1,8 @@
-"""The event loop of the process: one thread that sends, receives and runs collectives.
+"""The event loops of the process, each one thread that sends, receives and runs collectives.
 
-No message is handed to another thread, which would cost half as much again as the message. One
-loop serves all transports of a process, as grpc.aio requires.
+No message is handed to another thread, which would cost half as much again as the message. Loop 0
+serves all transports of a process, as grpc.aio requires. The others share large collectives with
+it: each has data sockets of its own, so they send, receive and add at the same time.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ import asyncio
 import concurrent.futures
 import functools
 import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any, Callable, TypeVar
 
 from hostopt.process.child_process import ForkGuard
 
 _Result = TypeVar("_Result")
 _starting = threading.RLock()  # reentrant, as a signal handler may run at any time
+_current = threading.local()  # `number` of the loop that this thread runs
 
 
 def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """Runs a coroutine on the loop and waits for its result. The loop's thread must not call it.
+    """Runs a coroutine on loop 0 and waits for its result. The loop's thread must not call it.
 
     The coroutine has its own deadlines. It is cancelled if this thread is interrupted.
     """
@@ -37,16 +39,49 @@ def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         del future  # breaks the reference cycle of its exception and this frame
 
 
-def start(coroutine: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
-    """Starts a coroutine on the loop; may be called from any thread."""
+def start(
+    coroutine: Coroutine[Any, Any, _Result], number: int = 0
+) -> concurrent.futures.Future[_Result]:
+    """Starts a coroutine on a loop; may be called from any thread."""
     try:
         guard.check()
     except BaseException:
         coroutine.close()
         raise
-    with _starting:
-        loop = _start_loop()
-    return asyncio.run_coroutine_threadsafe(coroutine, loop)
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop(number))
+
+
+def current() -> int:
+    """Returns the number of the loop that runs the caller."""
+    number: int = getattr(_current, "number", 0)
+    return number
+
+
+async def run_on(number: int, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """Runs a coroutine on a loop, from any loop."""
+    if number == current():
+        return await coroutine
+    return await asyncio.wrap_future(start(coroutine, number))
+
+
+async def run_on_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Runs each coroutine on the loop of its position; the first error cancels the others."""
+    running = [
+        asyncio.ensure_future(run_on(number, each)) for number, each in enumerate(coroutines)
+    ]
+    try:
+        await asyncio.gather(*running)
+    finally:
+        for each in running:
+            each.cancel()
+
+
+def call(number: int, function: Callable[[], object]) -> None:
+    """Calls a function on a loop: at once if that runs the caller, otherwise soon."""
+    if number == current():
+        function()
+    else:
+        _loop(number).call_soon_threadsafe(function)
 
 
 def settle(future: asyncio.Future[None], error: BaseException | None = None) -> None:
@@ -59,10 +94,20 @@ def settle(future: asyncio.Future[None], error: BaseException | None = None) -> 
         future.set_exception(error)
 
 
+def _loop(number: int) -> asyncio.AbstractEventLoop:
+    with _starting:
+        return _start_loop(number)
+
+
 @functools.cache
-def _start_loop() -> asyncio.AbstractEventLoop:
+def _start_loop(number: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="hostopt-loop").start()
+
+    def run_forever() -> None:
+        _current.number = number
+        loop.run_forever()
+
+    threading.Thread(target=run_forever, daemon=True, name=f"hostopt-loop-{number}").start()
     return loop
 
 

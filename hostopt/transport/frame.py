@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from zlib_ng.zlib_ng import crc32
 
 from hostopt.errors import ProtocolError
+from hostopt.transport import event_loop
 from hostopt.transport.message import Payload, Tag
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 _MAGIC = b"HO"
 # Flags: the checksum covers the payload, too, not only the header; no frame follows (on sockets).
 _WITH_PAYLOAD, _LAST = 1, 2
@@ -148,11 +149,12 @@ class FrameReader:
 
 
 class Stream(abc.ABC):
-    """Sends frames to one peer; used on the event loop."""
+    """Sends frames to one peer; used on the event loop that has created it."""
 
     _watcher: asyncio.Future[None]  # done once the stream has ended
 
     def __init__(self) -> None:
+        self.loop = event_loop.current()  # whose thread uses the stream
         self.writing_since_s: float | None = None  # on the monotonic clock
         self.written_s = 0.0  # of all completed writes
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hostopt.errors import ConfigError
-from hostopt.options import MAX_COUNT, MAX_SEGMENT_BYTES, YEAR_S
+from hostopt.options import MAX_COUNT, MAX_SEGMENT_BYTES, MAX_STREAMS, YEAR_S
 
 
 class Values(NamedTuple):
@@ -101,6 +101,7 @@ TIMELINE = path(
 OPTIONS = {
     "bucket_mb": number(1 / 8192, 1 << 20, 3, np.float64(2)),
     "segment_bytes": whole(1, 3, MAX_SEGMENT_BYTES),
+    "streams": whole(0, 3, MAX_STREAMS),
     "rendezvous_timeout_s": SECONDS,
     "stall_warning_s": SECONDS,
     "collective_timeout_s": SECONDS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -32,13 +33,14 @@ from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.hosts import Hosts
 from hostopt.errors import HostOptError
 from hostopt.options import Options
+from hostopt.transport import event_loop
 from hostopt.transport.grpc.transport import GrpcTransport
 from hostopt.transport.inproc import InprocTransport
 
 # Transports of the fixtures with these names. Only the first one is used unless it is night.
 TRANSPORTS = {
-    "spawn": ["inproc", "grpc", "grpc+tcp", "shm", "hosts"],
-    "spawn_ring": ["inproc", "grpc", "grpc+tcp"],
+    "spawn": ["inproc", "grpc", "grpc+tcp", "streams", "shm", "hosts"],
+    "spawn_ring": ["inproc", "grpc", "grpc+tcp", "streams"],
 }
 
 _STRANGER = "has refused a data connection: another program calls"
@@ -56,12 +58,17 @@ class Spawn:
     """Runs a function as every rank of a ring, each rank a thread.
 
     Args:
-      transport: ``inproc``; ``grpc`` and ``grpc+tcp`` over real loopback sockets; ``shm``, all
-        ranks on one host; ``hosts``, two ranks on each host.
+      transport: ``inproc``; ``grpc`` and ``grpc+tcp`` over real loopback sockets, and ``streams``,
+        which is ``grpc+tcp`` with three streams; ``shm``, all ranks on one host; ``hosts``, two
+        ranks on each host.
     """
 
     def __init__(self, transport: str) -> None:
         self.transport = transport
+
+    @property
+    def _has_sockets(self) -> bool:
+        return self.transport.startswith(("grpc", "streams"))
 
     def __call__(self, size: int, fn: Callable[[Communicator], Any], **options: Any) -> list[Any]:
         """Runs `fn` on all ranks.
@@ -80,21 +87,29 @@ class Spawn:
             "collective_timeout_s": limit_s,
             "rendezvous_timeout_s": limit_s,
         }
-        if self.transport.startswith("grpc"):
-            defaults["communication"] = self.transport
+        if self._has_sockets:
+            defaults["communication"] = self.transport.replace("streams", "grpc+tcp")
+            defaults["streams"] = 3 if self.transport == "streams" else 1
         results: list[Any] = [None] * size
         errors: list[BaseException] = []
+        communicators: list[Communicator] = []
+
+        def note(error: BaseException) -> None:
+            errors.append(error)
+            if error is errors[0]:
+                _print_state(communicators)
 
         def run(rank: int) -> None:
             try:
                 communicator = connect(rank)
             except BaseException as error:
-                errors.append(error)
+                note(error)
                 return
+            communicators.append(communicator)
             try:
                 results[rank] = fn(communicator)
             except BaseException as error:
-                errors.append(error)
+                note(error)
                 communicator.abort(error)
             finally:
                 communicator.close()
@@ -117,7 +132,7 @@ class Spawn:
 
     @contextlib.contextmanager
     def _ring(self, size: int, options: Options) -> Iterator[Callable[[int], Communicator]]:
-        if not self.transport.startswith("grpc"):
+        if not self._has_sockets:
             transports = InprocTransport.connect(size, options)
             hosts = self._hosts(size)
             yield lambda rank: Communicator(transports[rank], hosts=hosts)
@@ -133,6 +148,14 @@ class Spawn:
         ranks = range(size)
         groups = tuple(tuple(ranks[i : i + per_host]) for i in range(0, size, per_host))
         return Hosts(groups) if len(groups) < size else None
+
+
+def _print_state(communicators: Sequence[Communicator]) -> None:
+    """Prints what all ranks do when the first of them fails, for the output of the test."""
+    for communicator in communicators:
+        print(f"rank {communicator.rank}: {communicator.transport.status()}")
+    for task in asyncio.all_tasks(event_loop._loop(0)):
+        task.print_stack(file=sys.stdout)
 
 
 class RankProcess:

@@ -177,7 +177,7 @@ def test_an_overview_is_shown_or_refused(data: bytes) -> None:
 
 
 FRAME = struct.Struct("<2sBBIQIIIIIQIQI")
-GOOD = (b"HO", 4, 1, *TAG, 5, 8, 9, 0)
+GOOD = (b"HO", 5, 1, *TAG, 5, 8, 9, 0)
 CHANGES = st.tuples(st.integers(1, 13), st.sampled_from([0, 1, 3, 5, 8, 9, 255]))
 
 
@@ -202,15 +202,15 @@ def test_frame_with_correct_checksum_is_read_or_refused(
     with contextlib.suppress(ProtocolError):
         result = reader.read(header + payload)
         assert len(header) == HEADER_BYTES
-        assert (fields[1], *fields[10:13]) == (4, len(payload), 8, 9)
+        assert (fields[1], *fields[10:13]) == (5, len(payload), 8, 9)
         assert result is None or result == (Tag(*fields[3:10]), payload)
 
 
 # --- data sockets -----------------------------------------------------------------------------
 
-GREETING = struct.Struct("<3sBIQQ16s")
-GREETED = (b"HOD", 4, 1, 9, 7, bytes(16))
-GREETING_CHANGES = st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 3, 4, 7, 9, 255]))
+GREETING = struct.Struct("<3sBIBQQ16s")
+GREETED = (b"HOD", 5, 1, 0, 9, 7, bytes(16))
+GREETING_CHANGES = st.tuples(st.integers(1, 5), st.sampled_from([0, 1, 3, 5, 7, 9, 255]))
 
 
 def security_of(token: str) -> Security:
@@ -228,7 +228,7 @@ def test_a_greeting_is_accepted_or_refused(
 ) -> None:
     fields = [changes.get(place, value) for place, value in enumerate(GREETED)]
 
-    async def greet() -> int:
+    async def greet() -> tuple[int, int]:
         caller, called = data_sockets()
         await caller.write([GREETING.pack(*fields), rest])
         caller._socket.shutdown(socket.SHUT_WR)
@@ -241,8 +241,8 @@ def test_a_greeting_is_accepted_or_refused(
             called.close()
 
     with contextlib.suppress(OSError):
-        assert asyncio.run(greet()) == 1
-        assert tuple(fields) == GREETED
+        assert asyncio.run(greet()) == (1, fields[3])
+        assert (*fields[:3], 0, *fields[4:]) == GREETED
         assert (token, rest[:64]) == ("", bytes(64))
 
 

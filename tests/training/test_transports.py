@@ -74,7 +74,7 @@ REFERENCE = {
 STREAMS = [("grpc", GrpcStream), ("grpc+tcp", SocketStream)]
 
 
-@pytest.fixture(params=["grpc", "grpc+tcp", "shm", "hosts"])
+@pytest.fixture(params=["grpc", "grpc+tcp", "streams", "shm", "hosts"])
 def spawn_over(request: pytest.FixtureRequest) -> Spawn:
     return Spawn(request.param)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable
-from typing import Callable
+from collections.abc import Coroutine
+from typing import Any, Callable
 
 from hostopt.errors import ProtocolError
 from hostopt.transport import event_loop, server_sockets
@@ -29,7 +29,7 @@ from hostopt.transport.tcp.socket_stream import RECEIVED_ALL, SocketStream, rece
 _log = logging.getLogger(__name__)
 
 _HAS_LEFT = "it has closed its communicator"
-OnBroken = Callable[[int, str], Awaitable[None]]  # called with a peer and the reason
+OnBroken = Callable[[int, str], Coroutine[Any, Any, None]]  # called with a peer and the reason
 
 
 class OutgoingStreams:
@@ -49,46 +49,77 @@ class OutgoingStreams:
         if ring.security.tls is not None and ring.options.uses_data_sockets:
             # its files are read now, and not in the middle of a run
             self._context = ring.security.tls.client_context("the host of a peer")
-        self._streams: dict[int, Stream] = {}
-        self._unreachable: set[str] = set()  # incarnations whose data port cannot be reached
+        self._streams: dict[tuple[int, int], Stream] = {}  # by peer and event loop
+        # incarnations whose data port cannot be reached, by this loop
+        self._unreachable: set[tuple[str, int]] = set()
 
-    def to(self, peer: int) -> Stream:
-        """Returns the stream to a connected peer; opens it if there is none."""
-        if peer not in self._streams:
-            self._streams[peer] = self._open(peer)
-        return self._streams[peer]
+    def to(self, peer: int) -> Stream | None:
+        """Returns the stream of this event loop to a connected peer; opens it if there is none.
 
-    def all(self) -> list[Stream]:
-        """Returns the open streams; may be called from any thread."""
-        return list(self._streams.values())
+        Returns None if this loop has no data socket, so that loop 0 has to send.
+        """
+        key = peer, event_loop.current()
+        if key not in self._streams:
+            has_socket = self._peers.data_ports.get(peer, 0) and not self._is_unreachable(*key)
+            if not has_socket and event_loop.current():
+                return None
+            self._streams[key] = (self._open_socket if has_socket else self._open_grpc)(peer)
+        return self._streams[key]
 
-    def cancel(self, peer: int) -> None:
-        """Cancels the stream to a peer, if there is one."""
-        if peer in self._streams:
-            self._streams[peer].cancel()
+    def all(self, peer: int | None = None) -> list[Stream]:
+        """Returns the open streams to all peers or one; may be called from any thread."""
+        return [stream for key, stream in list(self._streams.items()) if peer in (None, key[0])]
+
+    def cancel(self, peer: int | None = None) -> None:
+        """Cancels the streams to all peers or one."""
+        for stream in self.all(peer):
+            event_loop.call(stream.loop, stream.cancel)
 
     def forget(self, peer: int, only: Stream | None = None) -> None:
-        """Closes and removes the stream to a peer, if there is one, or `only` this stream."""
-        stream = self._streams.get(peer)
-        if stream is not None and only in (None, stream):
-            del self._streams[peer]
-            event_loop.start(stream.close())
+        """Closes and removes the streams to a peer, or `only` this one of them."""
+        for stream in self.all(peer):
+            if only in (None, stream):
+                del self._streams[peer, stream.loop]
+                event_loop.start(stream.close(), stream.loop)
+
+    async def flush(self) -> None:
+        """Ends all streams in good order, those of loop 0 last: then no frame is on its way."""
+        for is_last in (False, True):
+            streams = [each for each in self.all() if (each.loop == 0) is is_last]
+            await asyncio.gather(*(event_loop.run_on(each.loop, each.flush()) for each in streams))
+
+    async def close(self) -> None:
+        """Closes all streams."""
+        await asyncio.gather(*(event_loop.run_on(each.loop, each.close()) for each in self.all()))
 
     def blocked(self) -> dict[int, float]:
-        """Returns the monotonic start of each write in progress, by peer; on any thread."""
-        since = {peer: stream.writing_since_s for peer, stream in list(self._streams.items())}
-        return {peer: since_s for peer, since_s in since.items() if since_s is not None}
+        """Returns the monotonic start of the oldest write in progress, by peer; on any thread."""
+        blocked: dict[int, float] = {}
+        for (peer, _), stream in list(self._streams.items()):
+            since_s = stream.writing_since_s
+            if since_s is not None:
+                blocked[peer] = min(since_s, blocked.get(peer, since_s))
+        return blocked
 
-    def _open(self, peer: int) -> Stream:
-        peers, timeout_s = self._peers, self._ring.options.collective_timeout_s
-        writer = FrameWriter(peers.origin(peers.rank), self._has_checksum)
-        on_broken = functools.partial(self._on_broken, peer)
-        port, incarnation = peers.data_ports.get(peer, 0), peers.incarnations[peer]
-        if not port or incarnation in self._unreachable:
-            channel, call = self._client.open_stream(peer)
-            return GrpcStream(channel, call, writer, timeout_s, on_broken)
+    def _is_unreachable(self, peer: int, loop: int) -> bool:
+        return (self._peers.incarnations[peer], loop) in self._unreachable
+
+    def _writer(self) -> FrameWriter:
+        return FrameWriter(self._peers.origin(self._peers.rank), self._has_checksum)
+
+    async def _report(self, peer: int, reason: str) -> None:
+        await event_loop.run_on(0, self._on_broken(peer, reason))
+
+    def _open_grpc(self, peer: int) -> Stream:
+        channel, call = self._client.open_stream(peer)
+        timeout_s = self._ring.options.collective_timeout_s
+        on_broken = functools.partial(self._report, peer)
+        return GrpcStream(channel, call, self._writer(), timeout_s, on_broken)
+
+    def _open_socket(self, peer: int) -> Stream:
+        peers, incarnation = self._peers, self._peers.incarnations[peer]
         host, _ = host_and_port(peers.cluster.ring[peer].address)
-        address = f"{host}:{port}"
+        address = f"{host}:{peers.data_ports[peer]}"
 
         def on_unreachable(reason: str) -> None:
             _log.warning(
@@ -100,32 +131,41 @@ class OutgoingStreams:
                 address,
                 reason,
             )
-            self._unreachable.add(incarnation)
-            self.forget(peer, stream)  # the next one is in gRPC messages
+            self._unreachable.add((incarnation, stream.loop))
+            self.forget(peer, stream)  # the next one is in gRPC messages, or that of loop 0
 
         stream = SocketStream(
-            lambda: self._connect(peer, address), writer, timeout_s, on_unreachable, on_broken
+            lambda: self._connect(peer, address),
+            self._writer(),
+            self._ring.options.collective_timeout_s,
+            on_unreachable,
+            functools.partial(self._report, peer),
         )
         return stream
 
     async def _connect(self, peer: int, address: str) -> DataSocket:
         peers, options = self._peers, self._ring.options
         connecting = data_server.connect(
-            address, peers.local, peers.identity(peer), self._ring.security, self._context
+            address,
+            peers.local,
+            peers.identity(peer),
+            self._ring.security,
+            self._context,
+            event_loop.current(),
         )
         shortest_s = min(options.collective_timeout_s, options.rendezvous_timeout_s)
         return await asyncio.wait_for(connecting, min(limits.HANDSHAKE_S, shortest_s / 2))
 
 
 class IncomingStreams:
-    """The streams from the peers, at most one of each."""
+    """The streams from the peers, at most one of each for each event loop."""
 
     def __init__(self, ring: Ring, server: RpcServer, on_broken: OnBroken) -> None:
         self._ring = ring
         self._peers = peers = ring.peers
         self._server = server
         self._on_broken = on_broken
-        self._open: set[int] = set()  # peers whose stream is open
+        self._open: set[tuple[int, int]] = set()  # peers and loops whose stream is open
         self._data_server = DataServer(
             peers.local,
             peers.incarnations.get,
@@ -160,12 +200,12 @@ class IncomingStreams:
         """Receives the frames of a peer in gRPC messages until its stream ends."""
         peer = await self._server.admit_stream(context)
         code = grpc.StatusCode
-        if peer in self._open:
+        if (peer, 0) in self._open:
             await context.abort(code.ALREADY_EXISTS, f"rank {peer} has a stream already")
         if not self._server.strangers.add_stream(context.peer(), peer):
             await context.abort(code.UNAVAILABLE, "this connection was taken for a stranger's")
         reader = FrameReader(self._peers.origin(peer))
-        self._open.add(peer)
+        self._open.add((peer, 0))
         reason = "connection reset"
         try:
             await context.send_initial_metadata((ACCEPTED,))  # the peer waits for it
@@ -179,23 +219,20 @@ class IncomingStreams:
         except (Exception, asyncio.CancelledError) as error:  # depends on how the connection broke
             reason = str(error) or reason
         finally:
-            self._open.discard(peer)
+            self._open.discard((peer, 0))
         # Does nothing after END_OF_STREAM. The shield is needed as gRPC may cancel this call now.
         await asyncio.shield(self._on_broken(peer, reason))
         return b""
 
-    async def _receive(self, connection: DataSocket, peer: int) -> None:
-        self._check_is_closed(peer)
+    async def _receive(self, connection: DataSocket, peer: int, stream: int) -> None:
+        self._check_is_closed(peer, stream)
         await asyncio.wait_for(handshake.accept(connection), limits.HANDSHAKE_S)
-        self._check_is_closed(peer)
-        self._open.add(peer)
+        self._check_is_closed(peer, stream)
+        self._open.add((peer, stream))
         reason = "connection reset"
         try:
-            reader = FrameReader(self._peers.origin(peer))
-            most_bytes = limits.most_message_bytes(self._ring.options)
-            if await receive_frames(connection, reader, self._ring.mailbox, peer, most_bytes):
-                self._ring.mailbox.mark_left(peer, _HAS_LEFT)
-                await connection.write([RECEIVED_ALL])
+            if await event_loop.run_on(stream, self._read_frames(connection, peer)):
+                return
         except ProtocolError as error:
             self._abort_on_bad_frame(peer, error)
         except OSError as error:
@@ -203,12 +240,28 @@ class IncomingStreams:
         except Exception as error:  # of this rank, such as a lack of memory
             self._ring.abort(error)
         finally:
-            self._open.discard(peer)
-            connection.close()
+            self._open.discard((peer, stream))
         await self._on_broken(peer, reason)
 
-    def _check_is_closed(self, peer: int) -> None:
-        if peer in self._open:
+    async def _read_frames(self, connection: DataSocket, peer: int) -> bool:
+        """Reads frames to the end; returns False if the ring is aborted before it."""
+        connection = connection.on_this_loop()
+        try:
+            reader = FrameReader(self._peers.origin(peer))
+            most_bytes = limits.most_message_bytes(self._ring.options)
+            if not await receive_frames(connection, reader, self._ring.mailbox, peer, most_bytes):
+                return False
+            if event_loop.current() == 0:  # the peer ends its other streams before
+                self._ring.mailbox.mark_left(peer, _HAS_LEFT)
+            await connection.write([RECEIVED_ALL])
+            return True
+        finally:
+            connection.close()
+
+    def _check_is_closed(self, peer: int, stream: int) -> None:
+        if stream >= self._peers.most_streams:
+            raise handshake.HandshakeError(f"rank {peer} opens stream {stream}, which is too many")
+        if (peer, stream) in self._open:
             raise handshake.HandshakeError(f"rank {peer} has a stream already")
 
     def _abort_on_bad_frame(self, peer: int, error: ProtocolError) -> None:

@@ -55,9 +55,12 @@ class Liveness:
 
     async def request_status(self, peer: int, **message: Any) -> Status | None:
         """Returns the status of a peer, for a message if one is given; None without an answer."""
+        timeout_s = self._ring.timing.status_timeout_s
+        calling = self._call_status(peer, message, timeout_s)
         try:
-            return await self._call_status(peer, message, self._ring.timing.status_timeout_s)
-        except (grpc.aio.AioRpcError, AuthError, ValueError):
+            # an error must be found even if gRPC loses the end of a call
+            return await asyncio.wait_for(calling, 2 * timeout_s)
+        except (grpc.aio.AioRpcError, AuthError, ValueError, asyncio.TimeoutError):
             return None
 
     async def _call_status(self, peer: int, message: dict[str, Any], timeout_s: float) -> Status:

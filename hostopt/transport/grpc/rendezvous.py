@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hostopt.errors import ConfigError, RendezvousTimeoutError
-from hostopt.options import Options
+from hostopt.options import MAX_STREAMS, Options
 from hostopt.shapes import has_shape
 from hostopt.transport.frame import WIRE_VERSION
 from hostopt.transport.grpc.client import RpcClient
@@ -28,7 +28,7 @@ from hostopt.versions import MAY_DIFFER, MUST_BE_SAME, local_versions
 
 _log = logging.getLogger(__name__)
 
-_DIFFERS_BY_RANK = ("incarnation", "met", "data_port", *MAY_DIFFER)
+_DIFFERS_BY_RANK = ("incarnation", "met", "data_port", "data_streams", *MAY_DIFFER)
 _MAX_PORT = (1 << 16) - 1
 _NAMES = {"version": "wire version", "python": "Python", "tensorflow": "TensorFlow"}
 _ABSENT = object()
@@ -120,8 +120,11 @@ class Rendezvous:
         if peers.is_restarted(peer, hello["incarnation"]):
             self._liveness.forget(peer)
         peers.add(peer, hello)
-        if peer != peers.successor or await self._streams.to(peer).wait_until_open(timeout_s):
-            peers.missing.discard(peer)
+        if peer == peers.successor:
+            stream = self._streams.to(peer)
+            if stream is None or not await stream.wait_until_open(timeout_s):
+                return
+        peers.missing.discard(peer)
 
     async def _call_hello(self, peer: int, timeout_s: float) -> bytes:
         """Returns the answer of a peer; empty if there is none."""
@@ -167,6 +170,7 @@ class HelloMessages:
             "rank": self._peers.rank,
             "incarnation": self._peers.incarnation,
             "data_port": self._peers.data_port,
+            "data_streams": self._peers.most_streams,
             "ring": [str(task) for task in self._cluster.ring],
             "timeline": options.timeline is not None,  # all ranks must compare their clocks
             **options.same_on_all_ranks(),
@@ -176,9 +180,12 @@ class HelloMessages:
     def read(self, data: bytes) -> dict[str, Any]:
         """Reads the Hello message of a peer; only `check` compares its fields with this rank's."""
         hello = read_note(data, self._peers.most_note_bytes, HELLO)
-        port = hello.setdefault("data_port", 0)  # `check` names an older version of hostopt
+        # `check` names an older version of hostopt
+        port, streams = hello.setdefault("data_port", 0), hello.setdefault("data_streams", 1)
         if not has_shape(port, int) or not 0 <= port <= _MAX_PORT:
             raise ValueError("a Hello message with a data port that does not exist")
+        if not has_shape(streams, int) or not 1 <= streams <= MAX_STREAMS:
+            raise ValueError("a Hello message with a number of streams that is not allowed")
         if hello["rank"] not in self._peers or not INCARNATION.fullmatch(hello["incarnation"]):
             raise ValueError("a Hello message that does not identify a peer")
         return hello

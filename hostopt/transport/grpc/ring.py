@@ -7,6 +7,7 @@ must not take the place of its earlier incarnation in a ring.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import zlib
@@ -16,12 +17,15 @@ from typing import Any, Callable
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import AuthError
 from hostopt.options import Options
+from hostopt.transport.addresses import host_and_port
 from hostopt.transport.frame import Origin
 from hostopt.transport.grpc.limits import most_note_bytes
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.security import Identity, Security
 
 INCARNATION = re.compile("[0-9a-f]{1,16}")
+# By default a rank has a stream for two cores, up to this number.
+_CORES_OF_A_STREAM, _STREAMS = 2, 4
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,10 @@ DEFAULT = Timing()
 class Peers:
     """The peers of one rank; used on the event loop."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, streams: int = 1) -> None:
         assert cluster.rank is not None
+        self.most_streams = streams  # that this rank can use
+        self.streams = streams  # that all of the connected peers can use
         self.cluster = cluster
         self.rank = cluster.rank
         self.successor = (cluster.rank + 1) % cluster.size
@@ -77,9 +83,10 @@ class Peers:
         return Identity(peer, self.incarnations.get(peer, ""))
 
     def add(self, peer: int, hello: dict[str, Any]) -> None:
-        """Notes the incarnation and the data port of a peer."""
+        """Notes what a peer says of itself."""
         self.incarnations[peer] = hello["incarnation"]
         self.data_ports[peer] = hello["data_port"]
+        self.streams = min(self.streams, hello["data_streams"])
 
     def is_restarted(self, peer: int, incarnation: str) -> bool:
         """Returns True if a connected peer had another incarnation than this one."""
@@ -98,6 +105,18 @@ class Peers:
             task, reason = self.cluster.ring[peer], self.reasons.get(peer)
             names.append(f"{task.name} ({task.address})" + (f", which {reason}" if reason else ""))
         return ", ".join(names)
+
+
+def stream_count(cluster: Cluster, options: Options) -> int:
+    """Returns how many streams of data a rank can use: by default by the cores that it has."""
+    if not options.uses_data_sockets:
+        return 1
+    if options.streams:
+        return options.streams
+    assert cluster.rank is not None
+    hosts = [host_and_port(task.address)[0] for task in cluster.ring]
+    cores = len(os.sched_getaffinity(0)) // hosts.count(hosts[cluster.rank])
+    return max(1, min(cores // _CORES_OF_A_STREAM, _STREAMS))
 
 
 @dataclass(frozen=True)

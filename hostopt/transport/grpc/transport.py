@@ -5,8 +5,8 @@ Each rank is a server at its own address and a client of its peers. The methods 
 docs/wire.md lists them.
 
 A rank has a connection to every peer for all calls but Stream, on which gRPC pings. To a peer that
-it sends to it has another one for frames: a data socket (`hostopt.transport.tcp`), or a Stream.
-Everything runs on the event loop; other threads hand work over to it.
+it sends to it has others for frames: data sockets (`hostopt.transport.tcp`), or a Stream.
+Everything but data sockets runs on event loop 0; other threads hand work over to it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hostopt.transport.grpc.liveness import Departure, Liveness
 from hostopt.transport.grpc.notes import STATUS_REQUEST, read_note
 from hostopt.transport.grpc.observer import Observation
 from hostopt.transport.grpc.rendezvous import Rendezvous
-from hostopt.transport.grpc.ring import Peers, Ring
+from hostopt.transport.grpc.ring import Peers, Ring, stream_count
 from hostopt.transport.grpc.runtime import grpc, keep_freed_memory
 from hostopt.transport.grpc.server import RpcServer
 from hostopt.transport.message import Payload, Tag
@@ -62,7 +62,7 @@ class GrpcTransport(Transport):
         self._closed = False
         self._pid = os.getpid()
         security = Security(cluster, options)
-        self._peers = peers = Peers(cluster)
+        self._peers = peers = Peers(cluster, stream_count(cluster, options))
         self._ring = ring = Ring(peers, options, security, ring_.DEFAULT, self.mailbox, self.abort)
         self._client = client = RpcClient(ring, service)
         self._server = RpcServer(ring)
@@ -78,6 +78,7 @@ class GrpcTransport(Transport):
         call_at_exit(self.close)
         try:
             event_loop.run(self._rendezvous.run())
+            self.streams = peers.streams
         except BaseException as error:
             self.abort(error)
             if isinstance(error, AuthError):
@@ -115,12 +116,14 @@ class GrpcTransport(Transport):
             raise PeerLostError(
                 "this rank has left the ring", **self.cluster.attributes(self.rank)
             )
-        self._count(len(payload), HEADER_BYTES)
-        stream = None
-        while stream is not self._streams.to(peer):  # it is replaced if a port cannot be reached
-            stream = self._streams.to(peer)
+        tried = None
+        while (stream := self._streams.to(peer)) is not tried or stream is None:
+            if stream is None:
+                return await event_loop.run_on(0, self.send(peer, tag, payload, name))
             if await stream.put(tag, payload):
-                return
+                self._count(len(payload), HEADER_BYTES)
+                return None
+            tried = stream  # it is replaced if a port cannot be reached
         has_left = stream.ended or self.mailbox.has_left(peer)
         error = self._send_error(peer, tag, name, has_left)
         self.abort(error)
@@ -202,23 +205,21 @@ class GrpcTransport(Transport):
         self._wait_for_dump()
 
     async def _close(self) -> None:
-        streams, timeout_s = self._streams.all(), self._ring.timing.leave_timeout_s
+        timeout_s = self._ring.timing.leave_timeout_s
         if self.error is None:
-            await asyncio.gather(*(stream.flush() for stream in streams))
+            await self._streams.flush()
             await self._departure.send_goodbye()
         await self._departure.wait_until_sent()
         self._liveness.stop()
         self._server.stop_guard()
-        closing = [stream.close() for stream in streams]
+        closing = [self._streams.close()]
         closing += [channel.close() for channel in self._client.channels.values()]
         closed = [asyncio.ensure_future(each) for each in closing]
-        if closed:
-            await asyncio.wait(closed, timeout=timeout_s)
+        await asyncio.wait(closed, timeout=timeout_s)
         grace_s = timeout_s if self.error is None else 0
         await self._incoming.stop(grace_s)
         await self._server.stop(grace_s)  # peers end their streams
 
     async def _drop_streams(self) -> None:
         await asyncio.sleep(self._ring.timing.drop_after_s)  # until the peers have the error
-        for stream in self._streams.all():
-            stream.cancel()
+        self._streams.cancel()

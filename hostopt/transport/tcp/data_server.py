@@ -31,7 +31,7 @@ class DataServer:
     _security: Security
     _handshake_s: float
     _most_strangers: int
-    _on_connected: Callable[[DataSocket, int], Awaitable[None]]
+    _on_connected: Callable[[DataSocket, int, int], Awaitable[None]]  # with rank and stream
 
     def __post_init__(self) -> None:
         self._context: ssl.SSLContext | None = None
@@ -92,16 +92,16 @@ class DataServer:
     async def _serve(self, connection: DataSocket) -> None:
         self._strangers.add(connection)
         try:
-            peer = await asyncio.wait_for(self._identify(connection), self._handshake_s)
+            peer, stream = await asyncio.wait_for(self._identify(connection), self._handshake_s)
             self._strangers.discard(connection)
-            await self._on_connected(connection, peer)
+            await self._on_connected(connection, peer, stream)
         except (OSError, asyncio.TimeoutError) as error:
             self._warn(error)
         finally:
             self._strangers.discard(connection)
             connection.close()
 
-    async def _identify(self, connection: DataSocket) -> int:
+    async def _identify(self, connection: DataSocket) -> tuple[int, int]:
         if self._context is not None:
             await connection.start_tls(self._context)
         return await handshake.identify(
@@ -126,6 +126,7 @@ async def connect(
     called: Identity,
     security: Security,
     context: ssl.SSLContext | None,
+    stream: int = 0,
 ) -> DataSocket:
     """Connects to the data server of a peer, which reads frames from the connection."""
     host, port = host_and_port(address)
@@ -140,7 +141,7 @@ async def connect(
         connection = DataSocket(plain)
         if context is not None:
             await connection.start_tls(context, host)
-        await handshake.introduce(connection, caller, called, security)
+        await handshake.introduce(connection, caller, called, security, stream)
     except BaseException:
         with contextlib.suppress(OSError):
             (connection or plain).close()

@@ -43,6 +43,13 @@ class DataSocket:
         self._low_water = 1
         self.unsent: list[bytes] = []  # what the last cancelled `write` has not written
 
+    def on_this_loop(self) -> DataSocket:
+        """Hands the connection over to the running loop; this object is closed afterwards."""
+        moved = DataSocket(self._socket)
+        self._socket = socket.socket()
+        self._socket.close()
+        return moved
+
     async def start_tls(self, context: ssl.SSLContext, host: str | None = None) -> None:
         """Protects the connection with TLS; `host` is the name in the server's certificate."""
         self._socket = tls = context.wrap_socket(

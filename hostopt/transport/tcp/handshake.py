@@ -1,15 +1,17 @@
 """The handshake of a data connection: both sides prove that they are the ranks of this ring.
 
-    caller -> called   greeting: magic, wire version, rank, both incarnations, a nonce
-    called -> caller   a nonce, and a proof of both nonces
-    caller -> called   a proof of both nonces
+    caller -> called   greeting: magic, wire version, rank, number of the stream, both
+                       incarnations, a nonce
+    called -> caller   a nonce, and a proof
+    caller -> called   a proof
     called -> caller   one byte: accepted
     caller -> called   one byte: confirmed
 
 Both sides agree on the result: the caller uses the connection once it has confirmed, and the
 called rank once it has the confirmation.
 
-A proof is an HMAC under the token that all ranks share. Without a token it is zeros, and only the
+A proof of the greeting and the other nonce is an HMAC under the token that all ranks share.
+Without a token it is zeros, and only the
 incarnations, which are random numbers, identify the ranks. A recorded handshake is useless, as
 nonces and incarnations are new each time.
 """
@@ -25,7 +27,7 @@ from hostopt.transport.security import Identity, Security
 from hostopt.transport.tcp.data_socket import DataSocket
 
 _MAGIC = b"HOD"
-_GREETING = struct.Struct("<3sBIQQ16s")
+_GREETING = struct.Struct("<3sBIBQQ16s")
 _NONCE_BYTES, _PROOF_BYTES = 16, 64
 _ACCEPTED, _CONFIRMED = b"\x01", b"\x03"
 _CALLED, _CALLER = "data of called", "data of caller"
@@ -36,15 +38,19 @@ class HandshakeError(ConnectionError):
 
 
 async def introduce(
-    connection: DataSocket, caller: Identity, called: Identity, security: Security
+    connection: DataSocket, caller: Identity, called: Identity, security: Security, stream: int = 0
 ) -> None:
-    """Proves to a peer that this rank calls it, and checks that it is the peer."""
+    """Proves to a peer that this rank calls it, and checks that it is the peer.
+
+    Args:
+      stream: number of the stream that the connection is for.
+    """
     nonce = secrets.token_bytes(_NONCE_BYTES)
     incarnations = (int(each.incarnation, 16) for each in (caller, called))
-    greeting = _GREETING.pack(_MAGIC, WIRE_VERSION, caller.rank, *incarnations, nonce)
+    greeting = _GREETING.pack(_MAGIC, WIRE_VERSION, caller.rank, stream, *incarnations, nonce)
     await connection.write([greeting])
     answer = await connection.read_exactly(_NONCE_BYTES + _PROOF_BYTES)
-    nonces = nonce + answer[:_NONCE_BYTES]
+    nonces = greeting + answer[:_NONCE_BYTES]
     if not security.is_proof(
         answer[_NONCE_BYTES:], *_fields(_CALLED, caller, called), body=nonces
     ):
@@ -61,10 +67,14 @@ async def identify(
     called: Identity,
     incarnation_of: Callable[[int], str | None],
     security: Security,
-) -> int:
-    """Checks that a connection comes from a peer, whose rank is returned; `accept` must follow."""
+) -> tuple[int, int]:
+    """Checks that a connection comes from a peer; `accept` must follow.
+
+    Returns:
+      The rank of the peer, and the number of its stream.
+    """
     greeting = await connection.read_exactly(_GREETING.size)
-    magic, version, rank, from_, to, nonce = _GREETING.unpack(greeting)
+    magic, version, rank, stream, from_, to, _ = _GREETING.unpack(greeting)
     if magic != _MAGIC or version != WIRE_VERSION:
         raise HandshakeError("another program calls")
     incarnation = incarnation_of(rank)
@@ -72,13 +82,13 @@ async def identify(
         raise HandshakeError(f"the caller claims to be rank {rank} of another ring")
     caller = Identity(rank, incarnation)
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
-    nonces = nonce + own_nonce
+    nonces = greeting + own_nonce
     own_proof = security.proof(*_fields(_CALLED, caller, called), body=nonces)
     await connection.write([own_nonce, own_proof.encode()])
     proof = await connection.read_exactly(_PROOF_BYTES)
     if not security.is_proof(proof, *_fields(_CALLER, caller, called), body=nonces):
         raise HandshakeError(f"the caller claims to be rank {rank}, but has another token")
-    return int(rank)
+    return rank, stream
 
 
 async def accept(connection: DataSocket) -> None:

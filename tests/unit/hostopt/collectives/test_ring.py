@@ -240,7 +240,7 @@ def test_bytes_on_the_wire(spawn_ring: Spawn, size: int) -> None:
             counts.append(tuple(b - a for a, b in zip(before, after)))
         return counts
 
-    header_bytes = 64 if spawn_ring.transport.startswith("grpc") else 0
+    header_bytes = 0 if spawn_ring.transport == "inproc" else 64
     for counts in spawn_ring(size, work, segment_bytes=segment_bytes):
         for (messages, payload, headers), rounds in zip(
             counts, [2 * (size - 1), size - 1, size - 1]

@@ -15,7 +15,7 @@ def test_run_returns_the_result() -> None:
         await asyncio.sleep(0)
         return threading.current_thread().name
 
-    assert event_loop.run(work()) == "hostopt-loop"
+    assert event_loop.run(work()) == "hostopt-loop-0"
 
 
 def test_run_raises_the_error() -> None:

@@ -54,7 +54,7 @@ def test_smallest_and_largest_tag(tag: Tag) -> None:
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_frame_layout(checksum: bool) -> None:
-    header = b"HO" + bytes([4, checksum]) + struct.pack("<IQIIIIIQ", 1, 2, 3, 4, 5, 6, 7, 3)
+    header = b"HO" + bytes([5, checksum]) + struct.pack("<IQIIIIIQ", 1, 2, 3, 4, 5, 6, 7, 3)
     writer = FrameWriter(ORIGIN, checksum)
     for number in range(3):
         begin = header + struct.pack("<IQI", 8, 9, number)
@@ -90,7 +90,7 @@ def changed(position: int, value: bytes) -> bytes:
         (frame_of(bytes(4096))[:1064], "expected 4096 bytes of payload, got 1000"),
         (frame_of(bytes(1000)) + b"x", "expected 1000 bytes of payload, got 1001"),
         (changed(0, b"GE"), "GE"),
-        (changed(2, b"\x01"), "version 1.*version 4"),
+        (changed(2, b"\x01"), "version 1.*version 5"),
         (changed(36, struct.pack("<Q", 2**64 - 1)), f"expected {2**64 - 1} bytes"),
         (changed(600, b"\x01"), "step 2, bucket 3, round 4, chunk 5, segment 6.*checksum"),
         (b"GET / HTTP/1.1\r\n" * 8, "GE"),

@@ -40,10 +40,10 @@ def test_a_bad_frame_aborts_the_ring(spawn_tcp: Spawn, kind: str) -> None:
     check_a_bad_frame(spawn_tcp, send)
 
 
-def greeting(rank: int, from_: str, to: str) -> bytes:
+def greeting(rank: int, from_: str, to: str, stream: int = 0) -> bytes:
     incarnations = int(from_, 16), int(to, 16)
     nonce = secrets.token_bytes(16)
-    return struct.pack("<3sBIQQ16s", b"HOD", WIRE_VERSION, rank, *incarnations, nonce)
+    return struct.pack("<3sBIBQQ16s", b"HOD", WIRE_VERSION, rank, stream, *incarnations, nonce)
 
 
 def test_strangers_do_not_affect_the_ring(spawn_tcp: Spawn) -> None:
@@ -59,6 +59,7 @@ def test_strangers_do_not_affect_the_ring(spawn_tcp: Spawn) -> None:
                 greeting(1, known[0], "77"),
                 greeting(7, *known),
                 greeting(1, *known) + bytes(64),  # it has a stream already
+                greeting(1, *known, stream=1) + bytes(64),  # and no second one
                 greeting(1, *known) + bytes(64) + b"junk" * 100,
             ):
                 address = "127.0.0.1", peers.data_ports[0]

@@ -113,7 +113,8 @@ def test_a_stream_that_is_opened_after_the_rendezvous_falls_back_as_well(
         if communicator.rank == 0:
             assert gathered == [bytes([rank]) * 1000 for rank in range(7)]
         return {
-            peer: type(each) for peer, each in communicator.transport._streams._streams.items()
+            peer: type(stream)
+            for (peer, _), stream in communicator.transport._streams._streams.items()
         }
 
     kinds = spawn_tcp(7, work)

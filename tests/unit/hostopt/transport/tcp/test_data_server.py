@@ -40,7 +40,8 @@ class Server:
         self.server.start("127.0.0.1:1")
         self.address = f"127.0.0.1:{self.server.port}"
 
-    async def serve(self, connection: DataSocket, peer: int) -> None:
+    async def serve(self, connection: DataSocket, peer: int, stream: int) -> None:
+        assert stream == 0
         self.peers.append(peer)
         await handshake.accept(connection)
         await connection.write([b"!"])
@@ -119,7 +120,7 @@ def test_strangers_beyond_the_limit_are_ended_at_once(caplog: pytest.LogCaptureF
         async with serving(security_of()) as server:
             opened = [await server.open_connection() for _ in range(MOST_STRANGERS + 1)]
             assert await opened[-1][0].read() == b""
-            opened[0][1].write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:2222\r\n\r\n")
+            opened[0][1].write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:2222\r\nAccept: */*\r\n\r\n")
             assert await opened[0][0].read() == b""
             assert await call(server, security_of()) == b"!"  # there is room for a peer again
 

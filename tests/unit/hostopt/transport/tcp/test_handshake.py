@@ -26,11 +26,11 @@ def security_of(token: str | None) -> Security:
     return Security(Cluster.from_dict(ADDRESSES, "worker", 0), Options(), environ)
 
 
-async def identify(connection: DataSocket, token: str | None, **known: str) -> int:
+async def identify(connection: DataSocket, token: str | None, **known: str) -> tuple[int, int]:
     incarnations = {CALLER.rank: CALLER.incarnation, **{int(k[1:]): v for k, v in known.items()}}
-    rank = await handshake.identify(connection, CALLED, incarnations.get, security_of(token))
+    peer = await handshake.identify(connection, CALLED, incarnations.get, security_of(token))
     await handshake.accept(connection)
-    return rank
+    return peer
 
 
 async def both(
@@ -38,6 +38,7 @@ async def both(
     called_token: str | None,
     caller: Identity = CALLER,
     called: Identity = CALLED,
+    stream: int = 0,
 ) -> list[Any]:
     """Returns the results of the caller and of the called rank, or their errors."""
     client, server = data_sockets()
@@ -49,7 +50,7 @@ async def both(
             connection.close()  # as the data server and the stream do
             return error
 
-    calling = handshake.introduce(client, caller, called, security_of(caller_token))
+    calling = handshake.introduce(client, caller, called, security_of(caller_token), stream)
     return await asyncio.gather(
         end_after(calling, client), end_after(identify(server, called_token), server)
     )
@@ -57,7 +58,26 @@ async def both(
 
 @pytest.mark.parametrize("token", [None, TOKEN])
 def test_a_rank_of_the_ring_is_identified(token: str | None) -> None:
-    assert run(both(token, token)) == [None, CALLER.rank]
+    assert run(both(token, token)) == [None, (CALLER.rank, 0)]
+    assert run(both(token, token, stream=7)) == [None, (CALLER.rank, 7)]
+
+
+def test_the_number_of_the_stream_is_proved() -> None:
+    async def call() -> None:
+        client, server = data_sockets()
+        write = client.write
+
+        async def write_changed(parts: Any) -> None:
+            client.write = write  # type: ignore[method-assign]
+            fields = handshake._GREETING.unpack(*parts)
+            await write([handshake._GREETING.pack(*fields[:3], 5, *fields[4:])])
+
+        client.write = write_changed  # type: ignore[method-assign, assignment]
+        calling = handshake.introduce(client, CALLER, CALLED, security_of(TOKEN))
+        with pytest.raises(HandshakeError, match="token"):
+            await asyncio.gather(calling, identify(server, TOKEN))
+
+    run(call())
 
 
 @pytest.mark.parametrize(
@@ -121,7 +141,7 @@ def test_a_proof_cannot_be_reflected() -> None:
         client, server = data_sockets()
         identifying = asyncio.ensure_future(identify(server, TOKEN))
         greeting = handshake._GREETING.pack(
-            b"HOD", handshake.WIRE_VERSION, 1, 0xA1B2, 0xC3D4, secrets.token_bytes(16)
+            b"HOD", handshake.WIRE_VERSION, 1, 0, 0xA1B2, 0xC3D4, secrets.token_bytes(16)
         )
         await client.write([greeting])
         answer = await client.read_exactly(80)
