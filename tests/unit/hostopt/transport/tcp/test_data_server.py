@@ -120,7 +120,7 @@ def test_strangers_beyond_the_limit_are_ended_at_once(caplog: pytest.LogCaptureF
         async with serving(security_of()) as server:
             opened = [await server.open_connection() for _ in range(MOST_STRANGERS + 1)]
             assert await opened[-1][0].read() == b""
-            opened[0][1].write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:2222\r\nAccept: */*\r\n\r\n")
+            opened[0][1].write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:12222\r\n\r\n")
             assert await opened[0][0].read() == b""
             assert await call(server, security_of()) == b"!"  # there is room for a peer again
 
