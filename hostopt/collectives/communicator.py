@@ -356,7 +356,7 @@ class Communicator(Channel):
         # A rank that receives this marker while it waits for data of this rank fails immediately.
         marker = Tag(FINISH_CHANNEL, call.step, bucket=1)
         for peer in _receivers(self.rank, self.size, self.hosts):
-            event_loop.run(self.transport.send(peer, marker, b"", name))
+            event_loop.run(self.transport.send_marker(peer, marker, name))
         RingGroup(self.transport).all_reduce(call, np.zeros(1, np.int32))
         self.transport.mailbox.resume(call.step)
 

@@ -75,6 +75,10 @@ class Transport(abc.ABC):
     async def send(self, peer: int, tag: Tag, payload: Payload, name: str = "") -> None:
         """Sends a message; the payload may be changed once this returns."""
 
+    async def send_marker(self, peer: int, marker: Tag, name: str = "") -> None:
+        """Sends a finish marker behind all messages that this rank has sent to the peer."""
+        await self.send(peer, marker, b"", name)
+
     async def recv(
         self, peer: int, tag: Tag, name: str = "", into: memoryview | None = None
     ) -> memoryview:

@@ -95,7 +95,7 @@ class Mailbox:
         self._on_long_wait = on_long_wait
         self._messages: dict[tuple[int, ...], tuple[Tag, memoryview]] = {}
         self._left: dict[int, str] = {}  # reason by peer
-        self._finished: dict[int, Tag] = {}  # finish marker by peer
+        self._markers: dict[int, list[Tag]] = {}  # finish markers of its streams, by peer
         self._resumed_step = -1  # finish markers up to this step are outdated
         self._waits: dict[Schedule, Wait] = {}
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
@@ -113,7 +113,9 @@ class Mailbox:
                 self._messages[_key(peer, tag)] = tag, payload
                 self._wake(_key(peer, tag))
             elif listener is None and tag.step > self._resumed_step:  # else the barrier has ended
-                self._finished[peer] = tag
+                markers = [*self._markers.get(peer, ()), tag]
+                newest = max(each.step for each in markers)
+                self._markers[peer] = [each for each in markers if each.step == newest]
                 self._wake(*self._awaited)
         if listener is not None:
             listener.receive(peer, payload)
@@ -249,13 +251,13 @@ class Mailbox:
         """Discards the finish markers up to `step`, which all ranks have finished together."""
         with self._lock:
             self._resumed_step = step
-            self._finished = {p: tag for p, tag in self._finished.items() if tag.step > step}
+            self._markers = {p: tags for p, tags in self._markers.items() if tags[0].step > step}
 
     def forget(self, peer: int) -> None:
         """Removes all messages and notes of `peer`, whose process has started again."""
         with self._lock:
             self._left.pop(peer, None)
-            self._finished.pop(peer, None)
+            self._markers.pop(peer, None)
             for key in [key for key in self._messages if key[0] == peer]:
                 del self._messages[key]
 
@@ -267,8 +269,9 @@ class Mailbox:
         if self.error is not None:
             raise self.error
         reason = self._left.get(peer)
-        finished = self._finished.get(peer)
-        if reason is None and finished is not None and tag.channel != finished.channel:
+        markers = self._markers.get(peer, [])
+        has_finished = bool(markers) and len(markers) > markers[0].chunk
+        if reason is None and has_finished and tag.channel != markers[0].channel:
             reason = "it has finished after fewer steps than this rank"
         return reason
 

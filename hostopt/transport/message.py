@@ -27,7 +27,10 @@ class Tag(NamedTuple):
 
     @property
     def is_finish_marker(self) -> bool:
-        """True for the message that says that its sender only waits for the other ranks."""
+        """True for the message that says that its sender only waits for the other ranks.
+
+        Each stream carries one; `chunk` is the number of the others.
+        """
         return self.channel == FINISH_CHANNEL and self.bucket == 1
 
     def to_dict(self) -> dict[str, Any]:

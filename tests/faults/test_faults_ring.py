@@ -32,21 +32,28 @@ from hostopt.transport.message import Tag
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
-over_each = pytest.mark.parametrize("communication", ["grpc", "grpc+tcp", "shm"])
+GRPC = {"HOSTOPT_COMMUNICATION": "grpc"}
+DATA_SOCKETS = {"HOSTOPT_COMMUNICATION": "grpc+tcp"}
+STREAMS = {**DATA_SOCKETS, "HOSTOPT_STREAMS": "3"}
+SHARED_MEMORY = {"HOSTOPT_COMMUNICATION": "shm"}
+over_each = pytest.mark.parametrize(
+    "environ", [GRPC, DATA_SOCKETS, STREAMS, SHARED_MEMORY], ids=["grpc", "tcp", "streams", "shm"]
+)
+
 # --- without a fault --------------------------------------------------------------------------
 
 
 @over_each
-def test_a_healthy_ring_raises_no_error(processes: NewRing, communication: str) -> None:
-    ring = FaultRing(processes(3), HOSTOPT_COMMUNICATION=communication)
+def test_a_healthy_ring_raises_no_error(processes: NewRing, environ: dict[str, str]) -> None:
+    ring = FaultRing(processes(3), **environ)
     for process in ring.start_all("--pause-s", 0.3):
         assert_exact(process)
         assert not process.stderr
 
 
 @over_each
-def test_a_slow_rank_raises_no_error(processes: NewRing, communication: str) -> None:
-    ring = FaultRing(processes(3), HOSTOPT_COMMUNICATION=communication)
+def test_a_slow_rank_raises_no_error(processes: NewRing, environ: dict[str, str]) -> None:
+    ring = FaultRing(processes(3), **environ)
     for process in ring.start_all("--pause-s", 0.03, rank_arguments={VICTIM: ("--pause-s", 0.3)}):
         assert_exact(process)
         assert not process.stderr
@@ -67,10 +74,10 @@ def test_proxies_of_the_environment_are_ignored(processes: NewRing) -> None:
 
 @over_each
 @pytest.mark.parametrize("point", ["before-send", "mid-chunk", "after-reduce"])
-def test_a_rank_killed_in_a_step(processes: NewRing, communication: str, point: str) -> None:
+def test_a_rank_killed_in_a_step(processes: NewRing, environ: dict[str, str], point: str) -> None:
     plan = FaultPlan(VICTIM, step=3, point=point, action="kill")
     ring = processes(3)
-    started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
+    started = FaultRing(ring, plan, **environ).start_all()
     assert started[VICTIM].exit_code() == -9
     for result in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
         assert result["steps"] <= 3  # messages of the victim in step 2 may be lost as well
@@ -80,13 +87,13 @@ def test_a_rank_killed_in_a_step(processes: NewRing, communication: str, point: 
 
 
 @over_each
-def test_a_killed_rank_with_a_live_forked_child(processes: NewRing, communication: str) -> None:
+def test_a_killed_rank_with_a_live_forked_child(
+    processes: NewRing, environ: dict[str, str]
+) -> None:
     plan = FaultPlan(VICTIM, step=3, point="mid-chunk", action="kill-parent")
     ring = processes(3)
     # pings do not detect it
-    started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all(
-        "--ping-s", 1000
-    )
+    started = FaultRing(ring, plan, **environ).start_all("--ping-s", 1000)
     assert started[VICTIM].exit_code() == -9
     for result in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
         assert "connection reset, process gone" in result["error"]["message"]
@@ -100,11 +107,11 @@ def test_a_killed_rank_with_a_live_forked_child(processes: NewRing, communicatio
 @over_each
 @pytest.mark.parametrize(("action", "code"), [("raise", 1), ("exit", 0)])
 def test_a_rank_that_stops_with_an_error(
-    processes: NewRing, communication: str, action: str, code: int
+    processes: NewRing, environ: dict[str, str], action: str, code: int
 ) -> None:
     plan = FaultPlan(VICTIM, step=3, point="between-steps", action=action)
     ring = processes(3)
-    started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
+    started = FaultRing(ring, plan, **environ).start_all()
     assert started[VICTIM].exit_code() == code
     for result in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
         assert ("no more flour" in result["error"]["message"]) == (action == "raise")
@@ -114,13 +121,11 @@ def test_a_rank_that_stops_with_an_error(
 
 
 @over_each
-def test_a_frozen_rank_is_detected_by_ping(processes: NewRing, communication: str) -> None:
+def test_a_frozen_rank_is_detected_by_ping(processes: NewRing, environ: dict[str, str]) -> None:
     plan = FaultPlan(VICTIM, step=3, point="mid-chunk", action="stop")
     ring = processes(3)
     # the collective times out long after the ping, as by default
-    started = FaultRing(
-        ring, plan, HOSTOPT_COMMUNICATION=communication, HOSTOPT_COLLECTIVE_TIMEOUT_S="20"
-    ).start_all()
+    started = FaultRing(ring, plan, **environ, HOSTOPT_COLLECTIVE_TIMEOUT_S="20").start_all()
     for result in assert_all_blame(ring, others(started), "PeerLostError", within_s=5.0):
         assert result["waited_s"] >= PING_S
         assert "no answer to ping, its process is frozen" in result["error"]["message"]
@@ -128,12 +133,10 @@ def test_a_frozen_rank_is_detected_by_ping(processes: NewRing, communication: st
 
 
 @over_each
-def test_a_rank_frozen_for_a_second(processes: NewRing, communication: str) -> None:
+def test_a_rank_frozen_for_a_second(processes: NewRing, environ: dict[str, str]) -> None:
     plan = FaultPlan(VICTIM, step=3, point="mid-chunk", action="stop-1s")
     ring = processes(3)
-    started = FaultRing(
-        ring, plan, HOSTOPT_COMMUNICATION=communication, HOSTOPT_STALL_WARNING_S="0.5"
-    ).start_all()
+    started = FaultRing(ring, plan, **environ, HOSTOPT_STALL_WARNING_S="0.5").start_all()
     for process in started:
         assert_exact(process)
     warnings = "".join(process.stderr for process in others(started))
@@ -142,10 +145,12 @@ def test_a_rank_frozen_for_a_second(processes: NewRing, communication: str) -> N
 
 
 @over_each
-def test_a_rank_stuck_in_user_code_is_named_by_all(processes: NewRing, communication: str) -> None:
+def test_a_rank_stuck_in_user_code_is_named_by_all(
+    processes: NewRing, environ: dict[str, str]
+) -> None:
     plan = FaultPlan(VICTIM, step=3, point="between-steps", action="sleep")
     ring = processes(3)
-    started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
+    started = FaultRing(ring, plan, **environ).start_all()
     survivors = others(started)
     for result in assert_all_blame(ring, survivors, "CollectiveTimeoutError", within_s=5.0):
         assert result["steps"] == 3
@@ -158,10 +163,10 @@ def test_a_rank_stuck_in_user_code_is_named_by_all(processes: NewRing, communica
 
 
 @over_each
-def test_a_rank_that_holds_the_gil(processes: NewRing, communication: str) -> None:
+def test_a_rank_that_holds_the_gil(processes: NewRing, environ: dict[str, str]) -> None:
     plan = FaultPlan(VICTIM, step=3, point="between-steps", action="hold-gil")
     ring = processes(3)
-    started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
+    started = FaultRing(ring, plan, **environ).start_all()
     survivors = others(started)
     assert {process.exit_code(8.0) for process in survivors} <= {200, 201}
     errors = [report(process)["error"] for process in survivors]
@@ -405,9 +410,11 @@ def test_the_same_task_twice(processes: NewRing) -> None:
 
 
 @over_each
-def test_a_restarted_rank_cannot_join_the_old_ring(processes: NewRing, communication: str) -> None:
+def test_a_restarted_rank_cannot_join_the_old_ring(
+    processes: NewRing, environ: dict[str, str]
+) -> None:
     ring = processes(3)
-    runner = FaultRing(ring, HOSTOPT_COMMUNICATION=communication)
+    runner = FaultRing(ring, **environ)
     started = runner.start_all("--ask-after", 3)
     for process in started:
         process.expect("continue?")
@@ -449,12 +456,12 @@ NAN_IN_STEP_3 = """
 """
 
 
-@pytest.mark.parametrize("communication", ["grpc", "shm"])
+@pytest.mark.parametrize("environ", [GRPC, SHARED_MEMORY], ids=["grpc", "shm"])
 def test_every_process_exits_with_the_code_and_the_cause(
-    processes: Callable[[int], RankProcesses], communication: str
+    processes: Callable[[int], RankProcesses], environ: dict[str, str]
 ) -> None:
     ring = processes(3)
-    started = ring.start_all(NAN_IN_STEP_3, HOSTOPT_COMMUNICATION=communication)
+    started = ring.start_all(NAN_IN_STEP_3, **environ)
     for process in started:
         for step in range(3):
             process.expect(f"step {step}")

@@ -123,13 +123,14 @@ class OutgoingStreams:
 
         def on_unreachable(reason: str) -> None:
             _log.warning(
-                "rank %d cannot reach the data port of %s at %s: %s. Data goes over gRPC, which "
+                "rank %d cannot reach the data port of %s at %s: %s. Data goes over %s, which "
                 "is slower. Open the ports of the ranks to each other, or set "
                 "communication='grpc'",
                 peers.rank,
                 peers.cluster.describe(peer),
                 address,
                 reason,
+                "fewer streams" if stream.loop else "gRPC",
             )
             self._unreachable.add((incarnation, stream.loop))
             self.forget(peer, stream)  # the next one is in gRPC messages, or that of loop 0

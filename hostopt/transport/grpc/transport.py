@@ -129,6 +129,13 @@ class GrpcTransport(Transport):
         self.abort(error)
         raise self.error or error
 
+    async def send_marker(self, peer: int, marker: Tag, name: str = "") -> None:
+        """See `Transport.send_marker`. Each stream carries one, and the number of the others."""
+        loops = {0, *(stream.loop for stream in self._streams.all(peer))}
+        marker = marker._replace(chunk=len(loops) - 1)
+        for loop in loops:
+            await event_loop.run_on(loop, self.send(peer, marker, b"", name))
+
     def _send_error(self, peer: int, tag: Tag, name: str, has_left: bool) -> HostOptError:
         peer_name = self.cluster.describe(peer)
         attributes = self.cluster.attributes(peer, step=tag.step, bucket=tag.bucket)

@@ -97,6 +97,19 @@ def test_a_finish_marker_ends_waits_on_other_channels() -> None:
     take(box)
 
 
+def test_finish_markers_count_once_all_streams_have_brought_theirs() -> None:
+    box, _ = new_mailbox()
+    marker = FINISH_MARKER._replace(chunk=1)  # another stream has one as well
+    later = marker._replace(step=marker.step + 1)
+    for each in (marker, later, marker):  # those of two streams, which do not wait for each other
+        box.put(1, each, memoryview(b""))
+    with box.waiting(1, TAG, "bread") as check:
+        check()
+        box.put(1, later, memoryview(b""))
+        with pytest.raises(PeerLostError, match="finished after fewer steps"):
+            check()
+
+
 def test_an_outdated_finish_marker_is_ignored() -> None:
     box, _ = new_mailbox()
     box.resume(3)

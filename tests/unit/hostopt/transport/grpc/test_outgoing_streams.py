@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from rings import Spawn
+from rings import Spawn, failure
 
+from hostopt.cluster.cluster import Cluster
 from hostopt.collectives.communicator import Communicator
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.collectives.wire_format import new_wire_format
+from hostopt.errors import HostOptError, PeerLostError
+from hostopt.options import Options
 from hostopt.transport.frame import Stream
 from hostopt.transport.grpc.grpc_stream import GrpcStream
-from hostopt.transport.grpc.ring import Peers
+from hostopt.transport.grpc.ring import Peers, stream_count
 from hostopt.transport.tcp.data_server import DataServer
 from hostopt.transport.tcp.socket_stream import SocketStream
+
+STREAMS = {"streams": 3, "segment_bytes": 1000}
 
 
 def stream_kind(communicator: Communicator) -> type[Stream]:
@@ -121,3 +129,97 @@ def test_a_stream_that_is_opened_after_the_rendezvous_falls_back_as_well(
     assert kinds[3] == {4: SocketStream, 2: SocketStream, 0: GrpcStream}
     assert kinds[5] == {6: SocketStream, 4: SocketStream, 0: SocketStream}
     assert "rank 3 cannot reach the data port of rank 0" in caplog.text
+
+
+# --- several streams --------------------------------------------------------------------------
+
+
+def streams_of(communicator: Communicator) -> dict[tuple[int, int], type[Stream]]:
+    """Returns the streams by peer and number."""
+    streams: Any = communicator.transport
+    return {key: type(each) for key, each in streams._streams._streams.items()}
+
+
+@pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_do_not_depend_on_the_number_of_streams(
+    spawn_tcp: Spawn, size: int, compression: str | None
+) -> None:
+    def work(communicator: Communicator) -> bytes:
+        values = np.random.default_rng(communicator.rank).standard_normal(10_007)
+        flat, call = values.astype(np.float32), communicator.next_call()
+        wire_format = new_wire_format(compression)
+        communicator.all_reduce_in_place(flat, ReduceOp.SUM, call, wire_format)
+        numbers = sorted(number for _, number in streams_of(communicator))
+        assert numbers == list(range(communicator.transport.streams))
+        return flat.tobytes()
+
+    one, three = (spawn_tcp(size, work, segment_bytes=1000, streams=streams) for streams in (1, 3))
+    assert len({*one, *three}) == 1
+
+
+def test_a_stream_that_cannot_be_opened_leaves_its_data_to_the_first(
+    spawn_tcp: Spawn, closed_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(communicator: Communicator) -> Any:
+        communicator.barrier()
+        communicator.transport._peers.data_ports[1 - communicator.rank] = closed_port
+        for _ in range(3):
+            total = communicator.all_reduce(np.arange(10_007.0))
+            np.testing.assert_array_equal(total, 2 * np.arange(10_007.0))
+        return streams_of(communicator)
+
+    for rank, streams in enumerate(spawn_tcp(2, work, **STREAMS)):
+        assert streams == {(1 - rank, 0): SocketStream}
+        warnings = [each for each in caplog.messages if f"rank {rank} cannot reach" in each]
+        assert len(warnings) == 2
+        assert all("fewer streams" in each for each in warnings)
+
+
+def test_a_stream_that_breaks_names_its_ends(spawn_tcp: Spawn) -> None:
+    def work(communicator: Communicator) -> HostOptError:
+        communicator.all_reduce(np.ones(10_007))
+        if communicator.rank == 1:
+            stream: Any = communicator.transport._streams._streams[2, 2]
+            stream._socket._socket.shutdown(socket.SHUT_RDWR)
+        return failure(
+            communicator,
+            lambda: [communicator.all_reduce(np.ones(10_007)) for _ in range(1_000_000)],
+        )
+
+    for error in spawn_tcp(3, work, **STREAMS):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 2
+        assert "the connection between rank 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "hosts", "expected"),
+    [
+        (Options(), 2, ["127.0.0.1", "b"], 1),
+        (Options(), 16, ["127.0.0.1", "b"], 4),
+        (Options(), 16, ["127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.1", "b"], 2),
+        (Options(), 1, ["127.0.0.1", "127.0.0.1"], 1),
+        (Options(streams=7), 1, ["127.0.0.1", "127.0.0.1"], 7),
+        (Options(streams=7, communication="grpc"), 16, ["127.0.0.1", "b"], 1),
+    ],
+)
+def test_the_number_of_streams(
+    options: Options,
+    cores: int,
+    hosts: list[str],
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    addresses = [f"{host}:{2222 + place}" for place, host in enumerate(hosts)]
+    cluster = Cluster.from_dict({"worker": addresses}, "worker", 0)
+    assert stream_count(cluster, options) == expected
+
+
+def test_the_rank_with_the_fewest_streams_decides() -> None:
+    cluster = Cluster.from_dict({"worker": ["127.0.0.1:1", "b:1", "c:1"]}, "worker", 0)
+    peers = Peers(cluster, streams=4)
+    for peer, streams in ((1, 3), (2, 7)):
+        peers.add(peer, {"incarnation": "9", "data_port": 1, "data_streams": streams})
+    assert peers.streams == 3
