@@ -115,15 +115,15 @@ def costs_of_ours(*args: Any) -> Costs:
     return {timing.size_bytes: Cost(timing.median_s, timing.processor_s) for timing in timings}
 
 
-def measure_peer(peer: str, python: Path, sizes: list[int], repetitions: int) -> Costs:
-    """Times two ranks of a peer once."""
+def measure_peer(peer: str, python: Path, np: int, sizes: list[int], repetitions: int) -> Costs:
+    """Times the ranks of a peer once."""
     with tempfile.TemporaryDirectory() as directory:
         command: list[object] = [python, HERE / "peer.py", "--peer", peer]
         command += ["--store", Path(directory, "store"), "--repetitions", repetitions]
         command += ["--sizes", *sizes]
         start = common.mpirun if peer in ("mpi", "mpi4py") else common.hostopt_run
         environ = {**common.SAME_THREADS, "GLOO_SOCKET_IFNAME": "lo"}
-        (result,) = common.results_in(common.run(start(2, *command), _TIMEOUT_S, environ), 1)
+        (result,) = common.results_in(common.run(start(np, *command), _TIMEOUT_S, environ), 1)
     return {int(size): Cost(*measured) for size, measured in result["measured"].items()}
 
 
@@ -137,45 +137,37 @@ def measure_memory(way: Way | None) -> float:
     return max(r["peak_bytes"] for r in results) / results[0]["gradient_bytes"]
 
 
-def find_systems(args: argparse.Namespace) -> dict[str, Callable[[], Costs]]:
+def find_systems(args: argparse.Namespace, np: int = 2) -> dict[str, Callable[[], Costs]]:
     result: dict[str, Callable[[], Costs]] = {}
     for name in args.systems:
         if name in ("hostopt mpi", "mpi4py") and not common.has_mpi():
             continue
         if name in OURS:
-            result[name] = functools.partial(
-                costs_of_ours, OURS[name], 2, args.sizes, args.repetitions
-            )
-            continue
-        is_here = name in ("tf", "mpi4py")
-        python = Path(sys.executable) if is_here else common.peer_python(name)
-        if python is not None:
-            result[name] = functools.partial(
-                measure_peer, name, python, args.sizes, args.repetitions
-            )
+            measure = functools.partial(costs_of_ours, OURS[name])
+        else:
+            is_here = name in ("tf", "mpi4py")
+            python = Path(sys.executable) if is_here else common.peer_python(name)
+            if python is None:
+                continue
+            measure = functools.partial(measure_peer, name, python)
+        result[name] = functools.partial(measure, np, args.sizes, args.repetitions)
     return result
 
 
 def measure_more_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures hostopt on more ranks: time, and bytes that a rank sends."""
+    """Measures uncompressed systems on more ranks."""
     result = []
     for np in args.np:
         systems = {
-            name: functools.partial(measure_hostopt, OURS[name], np, args.sizes, args.repetitions)
-            for name in args.systems
-            if name in OURS and OURS[name].is_plain
+            name: measure
+            for name, measure in find_systems(args, np).items()
+            if name == "gloo" or (name in OURS and OURS[name].is_plain)
         }
         for name, rounds in common.in_rounds(systems, args.rounds, f"{np} ranks").items():
-            for timings in zip(*rounds):
+            for size in args.sizes:
+                seconds = [by_size[size].seconds for by_size in rounds]
                 result.append(
-                    {
-                        "ranks": np,
-                        "system": name,
-                        "size_bytes": timings[0].size_bytes,
-                        "seconds": [timing.median_s for timing in timings],
-                        "sent_bytes": timings[0].sent_bytes,
-                        "ring_bytes": timings[0].ring_bytes,
-                    }
+                    {"ranks": np, "system": name, "size_bytes": size, "seconds": seconds}
                 )
     return result
 
@@ -211,19 +203,20 @@ def ratio_table(
 
 
 def ranks_table(rows: list[dict[str, Any]]) -> str:
-    """Formats times by number of ranks, system and size, and the bytes that a rank sends."""
-    by_run: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    """Formats times by number of ranks, system and size, and the ratio to Gloo's speed."""
+    times: dict[tuple[int, str], dict[int, float]] = {}
     for row in rows:
-        by_run.setdefault((row["ranks"], row["system"]), []).append(row)
-    sizes = [row["size_bytes"] for row in next(iter(by_run.values()))]
-    header = ["time, ms", "ranks", *map(bench.format_size, sizes)]
-    header += ["sent by a rank / largest size", "2 (N - 1) / N"]
+        run = times.setdefault((row["ranks"], row["system"]), {})
+        run[row["size_bytes"]] = common.median(row["seconds"])
+    sizes = list(next(iter(times.values())))
     cells = []
-    for (ranks, system), run in by_run.items():
-        times = [f"{common.median(row['seconds']) * 1e3:.2f}" for row in run]
-        shares = [run[-1][name] / run[-1]["size_bytes"] for name in ("sent_bytes", "ring_bytes")]
-        cells.append([system, str(ranks), *times, *(f"{share:.4f}" for share in shares)])
-    return common.table(header, cells)
+    for (ranks, system), run in times.items():
+        cells.append([system, str(ranks), *(f"{run[size] * 1e3:.2f}" for size in sizes)])
+        peer = times.get((ranks, "gloo"))
+        if peer is not None and system == "hostopt grpc+tcp":
+            ratios = [common.ratio(peer[size], run[size]) for size in sizes]
+            cells.append([f"**{TITLES['gloo']} / {system}**", str(ranks), *ratios])
+    return common.table(["time, ms", "ranks", *map(bench.format_size, sizes)], cells)
 
 
 def memory_table(peaks: dict[str, list[float]]) -> str:
@@ -255,7 +248,9 @@ def main() -> None:
     parser.add_argument("--sizes", type=bench.parse_size, nargs="+", default=sizes)
     parser.add_argument("--systems", nargs="+", choices=TITLES, default=list(TITLES))
     parser.add_argument("--repetitions", type=int, default=7, help="in each round")
-    parser.add_argument("--np", type=int, nargs="*", default=[], help="ours alone, on more ranks")
+    parser.add_argument(
+        "--np", type=int, nargs="*", default=[], help="uncompressed ones on more ranks"
+    )
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
     args = parser.parse_args()
     systems = find_systems(args)

@@ -4,10 +4,6 @@ A chunk travels as *segments* of at most `segment_bytes`. A rank forwards each s
 it is reduced, so reduction and both directions of the network overlap:
 
     previous rank --segment--> reduce or copy --segment--> next rank
-
-With several streams, the segments of a large chunk are dealt to them in turn. Each stream runs the
-schedule for its own segments, in a thread and on a connection of its own. An element is reduced in
-the same order in any case, so the sums do not depend on the number of streams.
 """
 
 from __future__ import annotations
@@ -16,15 +12,17 @@ import asyncio
 import concurrent.futures
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, Callable
 
 import numpy as np
 
-from hostopt.collectives import recursive_doubling
+from hostopt.collectives import halving, recursive_doubling
 from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.halving import Halving
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.ring_schedule import (
+    SEGMENTS_AHEAD,
     Round,
     all_gather_rounds,
     all_reduce_rounds,
@@ -32,31 +30,13 @@ from hostopt.collectives.ring_schedule import (
     reduce_scatter_rounds,
     segments,
 )
-from hostopt.collectives.wire_format import NoCompression, WireFormat
+from hostopt.collectives.streams import Stripe, run_on_streams
+from hostopt.collectives.wire_format import WireFormat, no_compression
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 from hostopt.transport.message import Payload
 
-# Number of segments of the first chunk that a rank sends before it receives. They keep the network
-# busy. Sending the whole chunk at once would fill the receiver with freshly allocated memory, page
-# fault by page fault.
-_SEGMENTS_AHEAD = 4
-# With several streams, the least size of a segment. A smaller one costs more than a thread saves.
-_LEAST_STRIPE_BYTES = 256 << 10
 _LENGTH = struct.Struct("<Q")  # length of a string, at the start of its first message
-
-
-class _Dealer(NamedTuple):
-    """Deals segments to one of the streams."""
-
-    segment_bytes: int
-    stream: int
-    streams: int
-
-    def segments(self, chunk: Array, at_least_one: bool = True) -> Iterator[tuple[int, Array]]:
-        """Returns the segments of this stream, with their numbers in the chunk."""
-        all_segments = segments(chunk, self.segment_bytes, at_least_one)
-        return itertools.islice(all_segments, self.stream, None, self.streams)
 
 
 class RingGroup:
@@ -101,10 +81,8 @@ class RingGroup:
 
     def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
         """Reduces a flat buffer, which is overwritten; returns a copy of this rank's chunk."""
-        rounds = reduce_scatter_rounds(self._index, self._size)
-        slices = chunk_slices(flat.size, self._size)
-        event_loop.run(self._run(call, flat, rounds, op, slices))
-        chunk: Array = flat[slices[self._index]].copy()
+        event_loop.run(self._reduce_scatter(call, flat, op))
+        chunk: Array = self._own_chunk(flat).copy()
         return chunk
 
     def reduce_scatter_in_place(self, call: CollectiveCall, flat: Array) -> None:
@@ -112,12 +90,10 @@ class RingGroup:
 
         The chunk has the bits that `all_reduce` would give it. The others are overwritten.
         """
-        rounds = reduce_scatter_rounds(self._index, self._size)
-        slices = chunk_slices(flat.size, self._size)
-        chunk = flat[slices[self._index]]
+        chunk = self._own_chunk(flat)
         if self._size == 2:  # all_reduce would send the values, rounded
             self._round(chunk)
-        event_loop.run(self._run(call, flat, rounds, np.add, slices))
+        event_loop.run(self._reduce_scatter(call, flat, np.add))
         if self._size > 2:  # and here the sums
             self._round(chunk)
 
@@ -129,17 +105,13 @@ class RingGroup:
 
     def all_gather_in_place(self, call: CollectiveCall, flat: Array) -> None:
         """Fills a flat buffer, of which each member has its chunk of `chunk_slices`."""
-        rounds = all_gather_rounds(self._index, self._size)
-        slices = chunk_slices(flat.size, self._size)
-        event_loop.run(self._run(call, flat, rounds, np.add, slices))
+        event_loop.run(self._all_gather(call, flat))
 
     def all_gather(self, call: CollectiveCall, array: Array) -> Array:
         """Gathers a contiguous array from every rank, as [size, ...] in the order of members."""
         result = np.empty((self._size, *array.shape), array.dtype)
         result[self._index] = array
-        rounds = all_gather_rounds(self._index, self._size)
-        slices = chunk_slices(result.size, self._size)
-        event_loop.run(self._run(call, result.reshape(-1), rounds, np.add, slices))
+        event_loop.run(self._all_gather(call, result.reshape(-1)))
         return result
 
     def broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
@@ -177,24 +149,58 @@ class RingGroup:
             event_loop.run(exchange(self._transport, call._replace(bucket=1), parts, slots))
         return result, received
 
-    async def _all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
-        most_bytes = min(recursive_doubling.MOST_BYTES, self._transport.options.segment_bytes)
-        if self._size > 2 and flat.nbytes <= most_bytes and self._wire_format is None:
-            await recursive_doubling.all_reduce(self._transport, self._members, call, flat, op)
-            return
-        rounds = all_reduce_rounds(self._index, self._size)
-        count = 1 if self._size == 2 else self._size
-        await self._run(call, flat, rounds, op, chunk_slices(flat.size, count))
+    def _own_chunk(self, flat: Array) -> Array:
+        return flat[chunk_slices(flat.size, self._size)[self._index]]
 
-    async def _run(
+    def _halves(self, flat: Array) -> bool:
+        is_power_of_two = self._size > 2 and self._size & (self._size - 1) == 0
+        is_medium = flat.nbytes <= halving.MOST_BYTES
+        return is_power_of_two and is_medium and self._wire_format is None
+
+    async def _all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
+        if self._is_small(flat):
+            await recursive_doubling.all_reduce(self._transport, self._members, call, flat, op)
+        elif self._halves(flat):
+            await self._run_halving(call, flat, lambda each: each.all_reduce(flat, op))
+        else:
+            await self._run(call, flat, all_reduce_rounds(self._index, self._size), op)
+
+    async def _reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
+        """Reduces this rank's chunk to the bits of `_all_reduce`, but for its wire format."""
+        if self._is_small(flat):
+            await recursive_doubling.all_reduce(self._transport, self._members, call, flat, op)
+        elif self._halves(flat):
+            await self._run_halving(call, flat, lambda each: each.reduce_scatter(flat, op))
+        else:
+            await self._run(call, flat, reduce_scatter_rounds(self._index, self._size), op)
+
+    async def _all_gather(self, call: CollectiveCall, flat: Array) -> None:
+        if self._halves(flat):
+            await self._run_halving(call, flat, lambda each: each.all_gather(flat))
+        else:
+            await self._run(call, flat, all_gather_rounds(self._index, self._size), np.add)
+
+    def _is_small(self, flat: Array) -> bool:
+        most_bytes = min(recursive_doubling.MOST_BYTES, self._transport.options.segment_bytes)
+        return self._size > 2 and flat.nbytes <= most_bytes and self._wire_format is None
+
+    async def _run_halving(
         self,
         call: CollectiveCall,
         flat: Array,
-        rounds: list[Round],
-        op: np.ufunc,
-        slices: Sequence[slice],
+        work: Callable[[Halving], Coroutine[Any, Any, None]],
     ) -> None:
-        """Executes a schedule on a flat buffer that is cut into chunks, in place.
+        await run_on_streams(
+            self._transport,
+            flat.size // self._size,
+            flat.itemsize,
+            lambda stripe: work(Halving(self._transport, self._members, call, stripe)),
+        )
+
+    async def _run(
+        self, call: CollectiveCall, flat: Array, rounds: list[Round], op: np.ufunc
+    ) -> None:
+        """Executes a schedule on the chunks of a flat buffer, in place.
 
         With a wire format, sent values are rounded, and reduction is in float32. The last values
         that a rank encodes are the ones that all ranks keep: it stores the rounded values itself,
@@ -202,39 +208,33 @@ class RingGroup:
         """
         if not rounds:
             return
-        wire = self._wire_format or NoCompression(flat.dtype)
-        length, itemsize = slices[0].stop - slices[0].start, wire.dtype.itemsize  # of a chunk
-        most_bytes = self._transport.options.segment_bytes
-        least_bytes = min(_LEAST_STRIPE_BYTES, most_bytes)
-        streams = max(1, min(self._transport.streams, length * itemsize // least_bytes))
-        most_bytes = min(most_bytes, max(-(-length // streams), 1) * itemsize)
-        # That is the size of a segment on the wire. In memory it may be larger.
-        segment_bytes = most_bytes * flat.itemsize // itemsize
-        chunks = [flat[each] for each in slices]
-        dealers = [_Dealer(segment_bytes, stream, streams) for stream in range(streams)]
-        await event_loop.run_on_all(
-            [
-                self._run_stream(call, chunks, rounds, op, wire.of(dealer.stream), dealer)
-                for dealer in dealers
-            ]
+        count = 1 if rounds[0].send == rounds[0].recv else self._size
+        chunks = [flat[each] for each in chunk_slices(flat.size, count)]
+        wire = self._wire_format or no_compression(flat.dtype)
+        await run_on_streams(
+            self._transport,
+            chunks[0].size,
+            wire.dtype.itemsize,
+            lambda stripe: self._run_stripe(call, chunks, rounds, op, stripe),
         )
 
-    async def _run_stream(
+    async def _run_stripe(
         self,
         call: CollectiveCall,
         chunks: Sequence[Array],
         rounds: list[Round],
         op: np.ufunc,
-        wire: WireFormat,
-        dealer: _Dealer,
+        stripe: Stripe,
     ) -> None:
-        """Executes a schedule for the segments of one stream, on the loop of the stream."""
+        """Executes a schedule for one stripe of each chunk, on the loop of its stream."""
         messages = CallMessages(self._transport, call)
+        wire = (self._wire_format or no_compression(chunks[0].dtype)).of(stripe.stream)
+        stripes = [stripe.of(chunk) for chunk in chunks]
         phases = [round_.phase for round_ in rounds]
         first_chunk, last = rounds[0].send, len(rounds) - 1
         # In an exchange and in an all-gather nobody encodes the first chunk again.
         keep_first = not rounds[0].reduce or first_chunk == rounds[0].recv
-        first_segments = dealer.segments(chunks[first_chunk])
+        first_segments = stripe.segments(stripes[first_chunk])
 
         async def send_first(count: int) -> None:
             for segment, part in itertools.islice(first_segments, count):
@@ -242,13 +242,13 @@ class RingGroup:
                 tag = call.tag(0, first_chunk, segment)
                 await messages.send_array(self._next, tag, encoded, phases[0])
 
-        await send_first(_SEGMENTS_AHEAD)
+        await send_first(SEGMENTS_AHEAD)
         for index, round_ in enumerate(rounds):
             # An empty chunk is sent as one empty segment for size - 1 rounds. So every rank hears
             # from every other one, and mismatched calls are detected, before any rank returns.
             receives_empty = index + 1 < self._size
             forwards_empty = index + 2 < self._size
-            for segment, part in dealer.segments(chunks[round_.recv], receives_empty):
+            for segment, part in stripe.segments(stripes[round_.recv], receives_empty):
                 tag = call.tag(index, round_.recv, segment)
                 into = None if round_.reduce or wire.dtype != part.dtype else part
                 encoded = await messages.receive_array(

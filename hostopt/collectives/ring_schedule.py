@@ -25,6 +25,11 @@ from typing import NamedTuple
 
 from hostopt.collectives.call import Array
 
+# Number of segments that a rank sends before it receives. They keep the network busy. Sending
+# everything at once would fill the receiver with freshly allocated memory, page fault by page
+# fault.
+SEGMENTS_AHEAD = 4
+
 
 class Round(NamedTuple):
     """One round of one rank."""

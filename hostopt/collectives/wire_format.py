@@ -76,6 +76,9 @@ class NoCompression(WireFormat):
         op(values, encoded, out=values)
 
 
+no_compression = functools.cache(NoCompression)  # by dtype
+
+
 class _Float32Format(WireFormat):
     """Base of formats that round float32, block by block."""
 

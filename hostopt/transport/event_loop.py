@@ -65,7 +65,9 @@ async def run_on(number: int, coroutine: Coroutine[Any, Any, _Result]) -> _Resul
 
 
 async def run_on_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Runs each coroutine on the loop of its position; the first error cancels the others."""
+    """Runs each coroutine on the loop of its position, called on loop 0; an error cancels all."""
+    if len(coroutines) == 1:
+        return await coroutines[0]
     running = [
         asyncio.ensure_future(run_on(number, each)) for number, each in enumerate(coroutines)
     ]

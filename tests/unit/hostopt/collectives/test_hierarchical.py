@@ -56,6 +56,8 @@ def reference(groups: list[tuple[int, ...]], length: int, compression: str | Non
         return travel(on_host[0]) + travel(on_host[1])
     if compression is None and 4 * length <= SEGMENT_BYTES:
         return by_doubling(on_host)
+    if compression is None and len(groups) == 4:  # see collectives.halving
+        return (on_host[0] + on_host[2]) + (on_host[1] + on_host[3])
     result = np.empty(length, np.float32)
     for index, part in enumerate(chunk_slices(length, len(groups))):
         # chunk c travels from leader c + 1 around to leader c, which adds last
