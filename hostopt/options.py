@@ -137,8 +137,8 @@ class Options:
         damaged.
       evaluator_timeout_s: time without a sign of the chief after which an evaluator raises an
         error.
-      autotune: True chooses `communication`, `segment_bytes` and `bucket_mb` by trial when the
-        ranks connect.
+      autotune: True chooses `communication`, `segment_bytes`, `streams` and `bucket_mb` by trial
+        when the ranks connect.
       shard_optimizer: True divides the updates of variables among the ranks: each has 1/N of the
         slots.
 

@@ -60,6 +60,12 @@ def add(commands: Any) -> None:
         action="store_true",
         help="try communications, segment and bucket sizes instead, and print the best ones",
     )
+    parser.add_argument(
+        "--line",
+        type=number(0.001, 1e5, float),
+        metavar="GBIT",
+        help="speed of a host's line in one direction, in Gbit/s: the table shows the share used",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the times to FILE")
     parser.add_argument("--quiet", action="store_true", help="do not print the table")
     parser.set_defaults(run=_bench, parser=parser)
@@ -114,7 +120,7 @@ def _print_results(options: argparse.Namespace, results: Sequence[Any]) -> None:
         choice = tuning.format_variables(tuning.fastest(results))
         print(f"{tuning.format_table(results)}\n\n{choice}")
     else:
-        print(bench.format_table(results))
+        print(bench.format_table(results, options.line))
 
 
 def _size(text: str) -> int:

@@ -131,22 +131,26 @@ def check_sums(group: CommunicatorGroup, size_bytes: int, *, exact: bool = True)
         )
 
 
-def format_table(timings: Sequence[Timing]) -> str:
-    """Formats timings as a Markdown table."""
-    lines = [
-        "| size | time, ms | payload, GB/s | processor, s/GB | sent by a rank, bytes "
-        "| flat float32 ring, bytes |",
-        "|--:|--:|--:|--:|--:|--:|",
-    ]
+def format_table(timings: Sequence[Timing], line_gbit: float | None = None) -> str:
+    """Formats timings as a Markdown table.
+
+    Args:
+      line_gbit: speed of the line of a host in one direction, in Gbit/s, if known.
+    """
+    header = ["size", "time, ms", "payload, GB/s", "processor, s/GB", "sent by a rank, bytes"]
+    header += ["flat float32 ring, bytes", *(["share of the line"] if line_gbit else [])]
+    lines = [f"| {' | '.join(header)} |", f"|{'--:|' * len(header)}"]
     for timing in timings:
-        cells = (
+        cells = [
             format_size(timing.size_bytes),
             f"{timing.median_s * 1e3:.3f}",
             f"{timing.gb_per_s:.3f}",
             f"{timing.processor_s / timing.size_bytes * 1e9:.2f}",
             f"{timing.sent_bytes:.0f}",
             f"{timing.ring_bytes:.0f}",
-        )
+        ]
+        if line_gbit:
+            cells.append(f"{8e-9 * timing.sent_bytes / timing.median_s / line_gbit:.3f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

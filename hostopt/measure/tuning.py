@@ -1,4 +1,4 @@
-"""Choice of communication, segment size and bucket size by trial on the ranks themselves.
+"""Choice of communication, segments, streams and buckets by trial on the ranks themselves.
 
 A bucket is chosen as small as possible, so that the ring starts early in the backward pass and
 little is left to reduce at its end, but large enough that the ring is still fast. Compression is
@@ -32,9 +32,10 @@ class Trial:
 
     communication: str
     segment_bytes: int
+    streams: int  # that the ranks have used
     bucket_bytes: tuple[int, ...]  # sizes of the all-reduces
     seconds: tuple[float, ...]  # of one all-reduce of each size
-    # False over MPI and in shared memory, whose speed does not depend on segments
+    # False over MPI and in shared memory, whose speed does not depend on segments and streams
     has_segments: bool = True
 
     @property
@@ -54,12 +55,13 @@ class Trial:
             options,
             communication=self.communication,
             segment_bytes=self.segment_bytes,
+            streams=self.streams,
             bucket_mb=self.best_bucket_bytes / MIB,
         )
 
 
 def tune(connect: Callable[[Options], Communicator], options: Options) -> list[Trial]:
-    """Tries communications, and then segment sizes with the fastest of them.
+    """Tries communications, then segment sizes with the fastest of them, then streams.
 
     Collective: all ranks must call it. The times are those of the slowest rank, so all ranks get
     the same ones.
@@ -75,6 +77,10 @@ def tune(connect: Callable[[Options], Communicator], options: Options) -> list[T
         options = replace(options, communication=best.communication)
         segments = [each for each in _SEGMENTS_BYTES if each != options.segment_bytes]
         trials += [_try(connect, replace(options, segment_bytes=each)) for each in segments]
+        best = fastest(trials)
+        options = replace(options, segment_bytes=best.segment_bytes)
+        streams = {1, 2 * best.streams} - {best.streams} if options.uses_data_sockets else ()
+        trials += [_try(connect, replace(options, streams=each)) for each in sorted(streams)]
     return trials
 
 
@@ -93,18 +99,21 @@ def format_variables(trial: Trial) -> str:
     options = trial.applied_to(Options())
     return (
         f"HOSTOPT_COMMUNICATION={options.communication} "
-        f"HOSTOPT_SEGMENT_BYTES={options.segment_bytes} HOSTOPT_BUCKET_MB={options.bucket_mb:g}"
+        f"HOSTOPT_SEGMENT_BYTES={options.segment_bytes} HOSTOPT_STREAMS={options.streams} "
+        f"HOSTOPT_BUCKET_MB={options.bucket_mb:g}"
     )
 
 
 def format_table(trials: Sequence[Trial]) -> str:
     """Formats the throughputs as a Markdown table with a row for each trial."""
     sizes = max((trial.bucket_bytes for trial in trials), key=len)
-    header = ["communication", "segment", *(f"{bench.format_size(size)}, GB/s" for size in sizes)]
-    lines = [f"| {' | '.join(header)} |", f"|---|--:|{'--:|' * len(sizes)}"]
+    header = ["communication", "segment", "streams"]
+    header += [f"{bench.format_size(size)}, GB/s" for size in sizes]
+    lines = [f"| {' | '.join(header)} |", f"|---|--:|--:|{'--:|' * len(sizes)}"]
     for trial in trials:
         rates = [f"{rate / 1e9:.3f}" for rate in trial.rates]
-        cells = [trial.communication, bench.format_size(trial.segment_bytes), *rates]
+        cells = [trial.communication, bench.format_size(trial.segment_bytes)]
+        cells += [str(trial.streams), *rates]
         cells += ["-"] * (len(header) - len(cells))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -115,7 +124,10 @@ def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:
     with connect(options) as communicator:
         if communicator.rank == 0:
             size = bench.format_size(options.segment_bytes)
-            sys.stderr.write(f"hostopt: trial of {options.communication}, segments of {size}\n")
+            sys.stderr.write(
+                f"hostopt: trial of {options.communication}, segments of {size}, "
+                f"{communicator.transport.streams} stream(s)\n"
+            )
         group = bench.CommunicatorGroup(communicator)
         for size_bytes in _BUCKETS_BYTES:
             if not seconds or seconds[-1] < _SLOW_S:
@@ -124,5 +136,13 @@ def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:
         communicator.barrier("the end of a trial")
         over_mpi = communicator.network.world is not None
         has_segments = not (communicator.on_one_host or over_mpi)
+        streams = communicator.transport.streams
     sizes = _BUCKETS_BYTES[: len(seconds)]
-    return Trial(options.communication, options.segment_bytes, sizes, tuple(seconds), has_segments)
+    return Trial(
+        options.communication,
+        options.segment_bytes,
+        streams,
+        sizes,
+        tuple(seconds),
+        has_segments,
+    )

@@ -9,4 +9,4 @@ SIZES = (MIB // 2, MIB, 2 * MIB)
 
 
 def trial(communication: str, *seconds: float) -> Trial:
-    return Trial(communication, MIB, SIZES[: len(seconds)], seconds)
+    return Trial(communication, MIB, 2, SIZES[: len(seconds)], seconds)

@@ -12,7 +12,10 @@ from hostopt.measure import bench, tuning
 from hostopt.options import Options
 
 BENCH = ("-m", "hostopt.cli", "bench", "-np", "2", "--suggest")
-CHOICE = r"HOSTOPT_COMMUNICATION=(\S+) HOSTOPT_SEGMENT_BYTES=(\d+) HOSTOPT_BUCKET_MB=([\d.]+)"
+CHOICE = (
+    r"HOSTOPT_COMMUNICATION=(\S+) HOSTOPT_SEGMENT_BYTES=(\d+) HOSTOPT_STREAMS=(\d+) "
+    r"HOSTOPT_BUCKET_MB=([\d.]+)"
+)
 
 
 def test_bench_suggests_options_that_can_be_set(tmp_path: Path) -> None:
@@ -25,6 +28,12 @@ def test_bench_suggests_options_that_can_be_set(tmp_path: Path) -> None:
     assert len({each.segment_bytes for each in trials}) == 4
     environ = dict(pair.split("=") for pair in variables.split())
     assert Options().with_environment(environ) == tuning.fastest(trials).applied_to(Options())
+
+
+def test_bench_tries_more_streams(tmp_path: Path) -> None:
+    path = tmp_path / "trials.json"
+    run_python(*BENCH, "--communication", "grpc+tcp", "--json", path)
+    assert [each.streams for each in bench.load(path, tuning.Trial)] == [1, 1, 1, 1, 2]
 
 
 def test_shared_memory_has_no_segments_to_try(tmp_path: Path) -> None:
@@ -40,8 +49,8 @@ import json, hostopt, numpy as np
 with hostopt.connect() as communicator:
     total = communicator.all_reduce(np.ones(3))
     options = communicator.transport.options
-    chosen = options.communication, options.segment_bytes, options.bucket_mb, total.tolist()
-    print("chosen", json.dumps(chosen), flush=True)
+    chosen = options.communication, options.segment_bytes, options.streams, options.bucket_mb
+    print("chosen", json.dumps([*chosen, total.tolist()]), flush=True)
 """
     (tmp_path / "main.py").write_text(program)
     run = run_python(
@@ -50,7 +59,7 @@ with hostopt.connect() as communicator:
     chosen = re.findall("chosen (.*)", run.stdout)
     assert len(chosen) == 3
     assert len(set(chosen)) == 1
-    communication, segment_bytes, bucket_mb, total = json.loads(chosen[0])
+    communication, segment_bytes, streams, bucket_mb, total = json.loads(chosen[0])
     assert total == [3.0] * 3
     (printed,) = re.findall(CHOICE, run.stderr)  # by one rank only
-    assert printed == (communication, str(segment_bytes), f"{bucket_mb:g}")
+    assert printed == (communication, str(segment_bytes), str(streams), f"{bucket_mb:g}")

@@ -115,7 +115,8 @@ def stream_count(cluster: Cluster, options: Options) -> int:
         return options.streams
     assert cluster.rank is not None
     hosts = [host_and_port(task.address)[0] for task in cluster.ring]
-    cores = len(os.sched_getaffinity(0)) // hosts.count(hosts[cluster.rank])
+    share = (os.cpu_count() or 1) // hosts.count(hosts[cluster.rank])
+    cores = min(share, len(os.sched_getaffinity(0)))  # launchers bind ranks to their share
     return max(1, min(cores // _CORES_OF_A_STREAM, _STREAMS))
 
 

@@ -46,6 +46,13 @@ def test_sizes_are_written_with_the_largest_whole_unit() -> None:
     assert [bench.format_size(s) for s in sizes] == ["12 B", "1 KiB", "1536 B", "1 MiB", "3 GiB"]
 
 
+def test_the_share_of_a_line_is_what_a_rank_sends_over_it() -> None:
+    timing = bench.Timing(1 << 30, (1.0, 0.5, 0.25), 0.1, sent_bytes=1e9, ring_bytes=1e9)
+    *_, row = bench.format_table([timing], line_gbit=20).splitlines()
+    assert row.endswith("| 0.800 |")
+    assert "share" not in bench.format_table([timing])
+
+
 def in_threads(size: int, function: Any) -> list[Any]:
     """`function(communicator)` on each rank, with its result or error."""
     transports = InprocTransport.connect(size, Options())

@@ -44,6 +44,7 @@ def test_a_choice_changes_no_other_option() -> None:
     assert chosen == Options(
         bucket_mb=1,
         segment_bytes=MIB,
+        streams=2,
         communication="grpc",
         compression="bf16",
         timeline="trace.json",
@@ -54,8 +55,8 @@ def test_a_choice_changes_no_other_option() -> None:
 def test_the_table_has_a_row_for_each_trial() -> None:
     table = tuning.format_table([trial("auto", 0.001, 0.001, 0.001), trial("grpc", 1.0)])
     assert table.splitlines()[2:] == [
-        "| auto | 1 MiB | 0.524 | 1.049 | 2.097 |",
-        "| grpc | 1 MiB | 0.001 | - | - |",
+        "| auto | 1 MiB | 2 | 0.524 | 1.049 | 2.097 |",
+        "| grpc | 1 MiB | 2 | 0.001 | - | - |",
     ]
 
 

@@ -199,6 +199,7 @@ def test_a_stream_that_breaks_names_its_ends(spawn_tcp: Spawn) -> None:
         (Options(), 2, ["127.0.0.1", "b"], 1),
         (Options(), 16, ["127.0.0.1", "b"], 4),
         (Options(), 16, ["127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.1", "b"], 2),
+        (Options(), 4, ["127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.1"], 2),
         (Options(), 1, ["127.0.0.1", "127.0.0.1"], 1),
         (Options(streams=7), 1, ["127.0.0.1", "127.0.0.1"], 7),
         (Options(streams=7, communication="grpc"), 16, ["127.0.0.1", "b"], 1),
@@ -211,6 +212,7 @@ def test_the_number_of_streams(
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     addresses = [f"{host}:{2222 + place}" for place, host in enumerate(hosts)]
     cluster = Cluster.from_dict({"worker": addresses}, "worker", 0)
