@@ -82,7 +82,7 @@ class RingGroup:
     def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
         """Reduces a flat buffer, which is overwritten; returns a copy of this rank's chunk."""
         event_loop.run(self._reduce_scatter(call, flat, op))
-        chunk: Array = self._own_chunk(flat).copy()
+        chunk: Array = flat[chunk_slices(flat.size, self._size)[self._index]].copy()
         return chunk
 
     def reduce_scatter_in_place(self, call: CollectiveCall, flat: Array) -> None:
@@ -90,7 +90,7 @@ class RingGroup:
 
         The chunk has the bits that `all_reduce` would give it. The others are overwritten.
         """
-        chunk = self._own_chunk(flat)
+        chunk = flat[chunk_slices(flat.size, self._size)[self._index]]
         if self._size == 2:  # all_reduce would send the values, rounded
             self._round(chunk)
         event_loop.run(self._reduce_scatter(call, flat, np.add))
@@ -148,9 +148,6 @@ class RingGroup:
         if self._size > 1:
             event_loop.run(exchange(self._transport, call._replace(bucket=1), parts, slots))
         return result, received
-
-    def _own_chunk(self, flat: Array) -> Array:
-        return flat[chunk_slices(flat.size, self._size)[self._index]]
 
     def _halves(self, flat: Array) -> bool:
         is_power_of_two = self._size > 2 and self._size & (self._size - 1) == 0

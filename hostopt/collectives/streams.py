@@ -20,7 +20,7 @@ _LEAST_BYTES = 256 << 10
 
 
 class Stripe(NamedTuple):
-    """What one of the streams carries of each chunk."""
+    """The part of each chunk that one of the streams carries."""
 
     stream: int
     streams: int
