@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.errors import ConfigError, HostOptError
+from hostopt.errors import ConfigError, HostOptError, error_from_dict
 from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
@@ -141,6 +141,8 @@ class Transport(abc.ABC):
         status = await self.request_status(wait.peer, self.rank, wait.tag)
         if self.error is not None or status is None:
             return
+        if status["error"]:  # its message may be lost
+            self.abort(error_from_dict(status["error"]))
         calls = self.call_log.last(wait.tag.channel), status["call"]
         made = [call for call in calls if call is not None and is_same_call(call, wait.tag)]
         if status["refused"]:

@@ -14,7 +14,7 @@ from threads import in_threads
 
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.errors import CollectiveMismatchError
+from hostopt.errors import CollectiveMismatchError, PeerLostError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
@@ -225,3 +225,19 @@ def test_signature_text() -> None:
         "broadcast from rank 0 of variable 'a' float32[]",
         "all_gather float32[0]",
     ]
+
+
+def test_an_error_whose_message_is_lost_is_found_by_a_rank_that_waits(spawn_ring: Spawn) -> None:
+    met = threading.Barrier(2)
+
+    def work(communicator: Communicator) -> None:
+        communicator.all_reduce(f32(3), name="the start")
+        met.wait(30)
+        if communicator.rank == 0:
+            communicator.transport.mailbox.fail(PeerLostError("no more flour"))  # tells nobody
+        else:
+            with pytest.raises(PeerLostError, match="no more flour"):
+                communicator.all_reduce(f32(3))
+        met.wait(30)
+
+    spawn_ring(2, work, stall_warning_s=1000)
