@@ -76,7 +76,7 @@ class NoCompression(WireFormat):
         op(values, encoded, out=values)
 
 
-no_compression = functools.cache(NoCompression)  # by dtype
+no_compression = functools.lru_cache(maxsize=64)(NoCompression)  # by dtype
 
 
 class _Float32Format(WireFormat):
