@@ -31,10 +31,13 @@ class Hosts:
       namespaces: namespaces by address.
       directory: where the output of the ranks goes.
       communication: the option of all ranks.
+      streams: the option of all ranks.
     """
 
-    def __init__(self, namespaces: dict[str, str], directory: Path, communication: str) -> None:
-        self._communication = communication
+    def __init__(
+        self, namespaces: dict[str, str], directory: Path, communication: str, streams: str
+    ) -> None:
+        self._options = {"HOSTOPT_COMMUNICATION": communication, "HOSTOPT_STREAMS": streams}
         self.ips = [*namespaces]
         self.victim = namespaces[self.ips[VICTIM]]
         self.processes = RankProcesses(
@@ -47,7 +50,7 @@ class Hosts:
         """Starts all ranks; each waits for permission to continue after step 3."""
         environ = {
             "HOSTOPT_TOKEN": "of this test",
-            "HOSTOPT_COMMUNICATION": self._communication,
+            **self._options,
             **environ,
         }
         started = FaultRing(self.processes, **environ).start_all("--ask-after", 3, *arguments)
@@ -60,10 +63,10 @@ class Hosts:
         do(f"ip -n {self.victim} link set {INTERFACE} {state}")
 
 
-@pytest.fixture(params=["grpc", "grpc+tcp"])
+@pytest.fixture(params=[("grpc", "1"), ("grpc+tcp", "1"), ("grpc+tcp", "3")], ids="-".join)
 def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
     with bridged(3) as namespaces:
-        hosts = Hosts(namespaces, tmp_path, request.param)
+        hosts = Hosts(namespaces, tmp_path, *request.param)
         try:
             yield hosts
         finally:
