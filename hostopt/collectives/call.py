@@ -33,6 +33,11 @@ class CollectiveCall(NamedTuple):
         """Describes a phase of the call, for warnings and errors."""
         return f"{self.name or 'data'} ({phase})"
 
+    def over(self, streams: int) -> CollectiveCall:
+        """Returns the call with a checksum that a rank with another number of streams refuses."""
+        text, checksum = self.signature
+        return self._replace(signature=Signature(text, checksum ^ (streams - 1)))
+
     def tag(self, round_: int = 0, chunk: int = 0, segment: int = 0) -> Tag:
         """Tag of one message of the call."""
         checksum = self.signature.checksum

@@ -54,7 +54,7 @@ class Halving:
         self._messages = CallMessages(transport, call)
         self._members = members
         self._index = members.index(transport.rank)
-        self._call = call
+        self._call = call.over(stripe.streams)
         self._stripe = stripe
 
     async def all_reduce(self, flat: Array, op: np.ufunc) -> None:

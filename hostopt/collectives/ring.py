@@ -226,7 +226,7 @@ class RingGroup:
         """Executes a schedule for one stripe of each chunk, on the loop of its stream."""
         messages = CallMessages(self._transport, call)
         wire = (self._wire_format or no_compression(chunks[0].dtype)).of(stripe.stream)
-        stripes = [stripe.of(chunk) for chunk in chunks]
+        call, stripes = call.over(stripe.streams), [stripe.of(chunk) for chunk in chunks]
         phases = [round_.phase for round_ in rounds]
         first_chunk, last = rounds[0].send, len(rounds) - 1
         # In an exchange and in an all-gather nobody encodes the first chunk again.

@@ -52,4 +52,8 @@ async def run_on_streams(
     most = max(transport.options.segment_bytes // itemsize, 1)
     least = min(max(_LEAST_BYTES // itemsize, 1), most)
     streams = max(1, min(transport.streams, length // least))
-    await event_loop.run_on_all([work(Stripe(each, streams, most)) for each in range(streams)])
+    if streams == 1:
+        await work(Stripe(0, 1, most))
+        return
+    stripes = [Stripe(each, streams, most) for each in range(streams)]
+    await event_loop.run_on_loops({each.stream: work(each) for each in stripes})

@@ -8,10 +8,9 @@ not slow the ring down.
 from __future__ import annotations
 
 import abc
-import copy
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Callable
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +36,7 @@ class WireFormat(abc.ABC):
     def of(self, stream: int) -> WireFormat:
         """Returns the same format with the scratch memory of a stream; of stream 0, itself."""
         if stream and stream not in self._of_streams:
-            self._of_streams[stream] = copy.deepcopy(self)
+            self._of_streams[stream] = _FORMATS[self.name]()
         return self._of_streams.get(stream, self)
 
     @abc.abstractmethod
@@ -182,9 +181,11 @@ class Fp16(_Float32Format):
 
 
 def new_wire_format(compression: str | None) -> WireFormat | None:
-    """Creates the wire format of the option `compression`, for use in one thread."""
-    formats = {"fp16": Fp16, "bf16": Bf16}
-    return None if compression is None else formats[compression]()
+    """Creates the wire format of the option `compression`."""
+    return None if compression is None else _FORMATS[compression]()
+
+
+_FORMATS: dict[str, Callable[[], WireFormat]] = {"fp16": Fp16, "bf16": Bf16}
 
 
 @functools.cache

@@ -95,7 +95,7 @@ class Timeline:
         self._rewrite_every_s = rewrite_every_s
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._recorded = 0
-        self._growing: dict[tuple[Track, int], tuple[tuple[int, ...], Span]] = {}
+        self._growing: dict[tuple[Track, int, int], tuple[tuple[int, ...], Span]] = {}
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._closed = threading.Event()
@@ -129,16 +129,17 @@ class Timeline:
         end_s: float,
         payload_bytes: int,
     ) -> None:
-        """Records a message; the messages of one round of a collective become one span."""
+        """Records a message; those of a thread in one round of a collective become one span."""
+        key = track, tag.channel, threading.get_ident()
         round_ = (tag.step, tag.bucket, tag.round)
-        last_round, span = self._growing.get((track, tag.channel), (None, None))
+        last_round, span = self._growing.get(key, (None, None))
         if span is not None and last_round == round_:
             span.end_s = end_s
             span.args["bytes"] += payload_bytes
             return
         args = {"step": tag.step, "bucket": tag.bucket, "round": tag.round}
         span = self.span(track, name or "data", begin_s, end_s, **args, bytes=payload_bytes)
-        self._growing[track, tag.channel] = round_, span
+        self._growing[key] = round_, span
 
     def write(self) -> None:
         """Replaces the file. An error leaves the old file unchanged."""

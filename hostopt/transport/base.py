@@ -150,7 +150,9 @@ class Transport(abc.ABC):
         elif len({call["checksum"] for call in made}) == 2:
             await self.abort_on_mismatch(wait.peer, wait.tag)
         elif self._deadlocks.is_due(self.rank, wait, self.mailbox.waits()):
-            error = await self._deadlocks.look(self.cluster, wait.tag, self.request_status)
+            error = await self._deadlocks.look(
+                self.cluster, wait.tag, self.request_status, self.streams
+            )
             if error is not None:
                 self.abort(error)
 

@@ -11,7 +11,7 @@ import asyncio
 import concurrent.futures
 import functools
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any, Callable, TypeVar
 
 from hostopt.process.child_process import ForkGuard
@@ -58,24 +58,53 @@ def current() -> int:
 
 
 async def run_on(number: int, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """Runs a coroutine on a loop, from any loop."""
+    """Runs a coroutine on a loop, from any loop; see `run_on_loops`."""
     if number == current():
         return await coroutine
-    return await asyncio.wrap_future(start(coroutine, number))
+    (result,) = await run_on_loops({number: coroutine})
+    return result
 
 
-async def run_on_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Runs each coroutine on the loop of its position, called on loop 0; an error cancels all."""
-    if len(coroutines) == 1:
-        return await coroutines[0]
-    running = [
-        asyncio.ensure_future(run_on(number, each)) for number, each in enumerate(coroutines)
-    ]
-    try:
-        await asyncio.gather(*running)
-    finally:
-        for each in running:
-            each.cancel()
+async def run_on_loops(coroutines: dict[int, Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Runs coroutines by the numbers of their loops, and returns once all of them have ended.
+
+    The first error, or the end of the caller, cancels the others. Nothing runs after that, so the
+    caller's memory is free again.
+    """
+    tasks: dict[int, asyncio.Task[_Result]] = {}
+    loop = asyncio.get_running_loop()
+    ends = [loop.create_future() for _ in coroutines]
+
+    def begin(number: int, coroutine: Coroutine[Any, Any, _Result], end: Any) -> None:
+        task = tasks[number] = asyncio.ensure_future(coroutine)
+        task.add_done_callback(lambda _: loop.call_soon_threadsafe(settle, end))
+
+    def cancel(number: int) -> None:
+        tasks[number].cancel()  # has begun, as a loop makes its calls in order
+
+    def cancel_all() -> None:
+        for number in coroutines:
+            call(number, functools.partial(cancel, number))
+
+    for (number, coroutine), end in zip(coroutines.items(), ends):
+        call(number, functools.partial(begin, number, coroutine, end))
+    error: BaseException | None = None
+    pending = {*ends}
+    while pending:
+        try:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError as cancelled:
+            error = cancelled
+            cancel_all()
+            continue
+        ended = [tasks[number] for number, end in zip(coroutines, ends) if end.done()]
+        failed = [task for task in ended if task.cancelled() or task.exception()]
+        if failed and error is None:
+            error = asyncio.CancelledError() if failed[0].cancelled() else failed[0].exception()
+            cancel_all()
+    if error is not None:
+        raise error
+    return [tasks[number].result() for number in coroutines]
 
 
 def call(number: int, function: Callable[[], object]) -> None:

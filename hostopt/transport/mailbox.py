@@ -18,6 +18,7 @@ import numpy as np
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
+from hostopt.transport import event_loop
 from hostopt.transport.event_loop import settle
 from hostopt.transport.message import Tag
 from hostopt.transport.stall import Schedule, Wait
@@ -44,10 +45,10 @@ class Destination:
 
 
 class Destinations:
-    """The offers of one rank; used on the event loop."""
+    """The offers of one rank, each made and taken on the same event loop."""
 
     def __init__(self) -> None:
-        self._offered: dict[tuple[int, Tag], Destination] = {}
+        self._offered: dict[tuple[int, int, Tag], Destination] = {}  # by loop, peer and tag
 
     @contextlib.contextmanager
     def offer(self, peer: int, tag: Tag, view: memoryview | None) -> Iterator[None]:
@@ -55,18 +56,19 @@ class Destinations:
         if view is None:
             yield
             return
-        self._offered[peer, tag] = destination = Destination(view)
+        key = event_loop.current(), peer, tag
+        self._offered[key] = destination = Destination(view)
         try:
             yield
         except BaseException:
             destination.withdraw()
             raise
         finally:
-            del self._offered[peer, tag]
+            del self._offered[key]
 
     def of(self, peer: int, tag: Tag, nbytes: int) -> Destination:
         """Returns memory for a payload: what is offered, if signature and size are the same."""
-        destination = self._offered.get((peer, tag))
+        destination = self._offered.get((event_loop.current(), peer, tag))
         if destination is None or len(destination.view) != nbytes:
             return Destination(memoryview(np.empty(nbytes, np.uint8)))
         return destination

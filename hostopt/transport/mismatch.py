@@ -30,7 +30,7 @@ _MAX_REASON_BYTES = 6_000  # as JSON
 _RETRY_AFTER_S = 0.1  # for ranks that are about to make their call
 _SHOWN_CALLS = 4
 _FROM_S = 1.9  # of a wait: the looks are at 2 s, 4 s, and so on
-_MAX_WAITS = 64  # in a look, each of which is a question to another rank
+_MAX_WAITS = 64  # of a stream in a look, each of which is a question to another rank
 _MAX_LOAD = 0.3  # threads of a process that only waits: it polls
 _SHOWN_RANKS = 4
 
@@ -168,15 +168,18 @@ class DeadlockWatch:
         return rank == 0 and wait is oldest and time.monotonic() - wait.since_s >= _FROM_S
 
     async def look(
-        self, cluster: Cluster, tag: Sequence[int], request_status: RequestStatus
+        self, cluster: Cluster, tag: Sequence[int], request_status: RequestStatus, streams: int = 1
     ) -> CollectiveMismatchError | None:
         """Asks all ranks what they wait for; returns the error if they wait for each other."""
-        last, self._last = self._last, await self._waits(tag, request_status)
+        most_waits = streams * _MAX_WAITS
+        last, self._last = self._last, await self._waits(tag, request_status, most_waits)
         if self._last is None or not self._last.proves(last, self._long_s):
             return None
         return self._last.error(cluster)
 
-    async def _waits(self, tag: Sequence[int], request_status: RequestStatus) -> Look | None:
+    async def _waits(
+        self, tag: Sequence[int], request_status: RequestStatus, most_waits: int
+    ) -> Look | None:
         """Returns all waits; None if a rank waits for nothing, or if one of the waits will end."""
         waits: dict[int, list[dict[str, Any]]] = {}
         busy_s = {}
@@ -185,7 +188,7 @@ class DeadlockWatch:
             if status is None or status["error"] or status["sends"] or not status["waits"]:
                 return None
             waits[rank], busy_s[rank] = status["waits"], status["busy_s"]
-        if sum(map(len, waits.values())) > _MAX_WAITS:
+        if sum(map(len, waits.values())) > most_waits:
             return None
         is_missing = False
         for rank, each in waits.items():

@@ -97,7 +97,8 @@ class Spawn:
         def note(error: BaseException) -> None:
             errors.append(error)
             if error is errors[0]:
-                _print_state(communicators)
+                with contextlib.suppress(Exception):  # tasks may end meanwhile
+                    _print_state(communicators)
 
         def run(rank: int) -> None:
             try:

@@ -66,6 +66,16 @@ class OutgoingStreams:
             self._streams[key] = (self._open_socket if has_socket else self._open_grpc)(peer)
         return self._streams[key]
 
+    async def open_all(self, peer: int, count: int) -> None:
+        """Opens this many streams to a peer, so that its first large message does not wait."""
+
+        async def open_() -> None:
+            stream = self.to(peer)
+            if stream is not None:
+                await stream.wait_until_open(limits.HANDSHAKE_S)
+
+        await event_loop.run_on_loops({number: open_() for number in range(count)})
+
     def all(self, peer: int | None = None) -> list[Stream]:
         """Returns the open streams to all peers or one; may be called from any thread."""
         return [stream for key, stream in list(self._streams.items()) if peer in (None, key[0])]
@@ -122,6 +132,12 @@ class OutgoingStreams:
         address = f"{host}:{peers.data_ports[peer]}"
 
         def on_unreachable(reason: str) -> None:
+            mailbox = self._ring.mailbox
+            is_known = any(each == incarnation for each, _ in self._unreachable)
+            self._unreachable.add((incarnation, stream.loop))
+            self.forget(peer, stream)  # the next one is in gRPC messages, or that of loop 0
+            if is_known or mailbox.error is not None or mailbox.has_left(peer):
+                return
             _log.warning(
                 "rank %d cannot reach the data port of %s at %s: %s. Data goes over %s, which "
                 "is slower. Open the ports of the ranks to each other, or set "
@@ -132,8 +148,6 @@ class OutgoingStreams:
                 reason,
                 "fewer streams" if stream.loop else "gRPC",
             )
-            self._unreachable.add((incarnation, stream.loop))
-            self.forget(peer, stream)  # the next one is in gRPC messages, or that of loop 0
 
         stream = SocketStream(
             lambda: self._connect(peer, address),

@@ -54,7 +54,7 @@ class Peers:
     def __init__(self, cluster: Cluster, streams: int = 1) -> None:
         assert cluster.rank is not None
         self.most_streams = streams  # that this rank can use
-        self.streams = streams  # that all of the connected peers can use
+        self._streams_of: dict[int, int] = {}  # that the connected peers can use
         self.cluster = cluster
         self.rank = cluster.rank
         self.successor = (cluster.rank + 1) % cluster.size
@@ -86,7 +86,12 @@ class Peers:
         """Notes what a peer says of itself."""
         self.incarnations[peer] = hello["incarnation"]
         self.data_ports[peer] = hello["data_port"]
-        self.streams = min(self.streams, hello["data_streams"])
+        self._streams_of[peer] = hello["data_streams"]
+
+    @property
+    def streams(self) -> int:
+        """Number of streams that this rank and all connected peers can use."""
+        return min([self.most_streams, *self._streams_of.values()])
 
     def is_restarted(self, peer: int, incarnation: str) -> bool:
         """Returns True if a connected peer had another incarnation than this one."""
@@ -95,6 +100,7 @@ class Peers:
     def forget(self, peer: int) -> None:
         """Marks a peer as missing again."""
         self.incarnations.pop(peer, None)
+        self._streams_of.pop(peer, None)
         self.missing.add(peer)
         self.gone.discard(peer)
 
@@ -109,7 +115,7 @@ class Peers:
 
 def stream_count(cluster: Cluster, options: Options) -> int:
     """Returns how many streams of data a rank can use: by default by the cores that it has."""
-    if not options.uses_data_sockets:
+    if not options.uses_data_sockets or cluster.size == 1:
         return 1
     if options.streams:
         return options.streams

@@ -79,6 +79,8 @@ class GrpcTransport(Transport):
         try:
             event_loop.run(self._rendezvous.run())
             self.streams = peers.streams
+            if self.streams > 1:
+                event_loop.run(streams.open_all(peers.successor, self.streams))
         except BaseException as error:
             self.abort(error)
             if isinstance(error, AuthError):

@@ -46,6 +46,7 @@ class DataSocket:
     def on_this_loop(self) -> DataSocket:
         """Hands the connection over to the running loop; this object is closed afterwards."""
         moved = DataSocket(self._socket)
+        moved._low_water = self._low_water
         self._socket = socket.socket()
         self._socket.close()
         return moved

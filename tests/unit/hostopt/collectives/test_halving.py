@@ -12,6 +12,7 @@ from rings import Spawn
 from hostopt.collectives import chunks
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.halving import MOST_BYTES
+from hostopt.errors import CollectiveMismatchError
 
 SIZES = [4, 8]
 
@@ -80,3 +81,15 @@ def test_more_goes_over_the_ring(spawn_inproc: Spawn) -> None:
         assert communicator.transport.traffic.messages >= 2 * 3
 
     spawn_inproc(4, work)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_with_other_numbers_of_streams_are_refused(spawn_inproc: Spawn, size: int) -> None:
+    """They agree on the number when they connect; if they did not, sums would be wrong."""
+
+    def work(communicator: Communicator) -> None:
+        communicator.transport.streams = 1 + communicator.rank % 2
+        with pytest.raises(CollectiveMismatchError):
+            communicator.all_reduce(np.ones(1000))
+
+    spawn_inproc(size, work, segment_bytes=64)

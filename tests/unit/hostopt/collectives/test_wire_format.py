@@ -398,3 +398,13 @@ def test_the_option_changes_nothing_else(spawn_ring: Spawn, name: str) -> None:
     for reduced, scattered, gathered, sent in spawn_ring(2, work, compression=name):
         assert set(reduced) == set(scattered) == {np.float32(2 * value)}
         assert set(gathered) == set(sent) == {np.float32(value)}
+
+
+def test_each_stream_has_its_own_scratch_memory() -> None:
+    wire_format = new_wire_format("fp16")
+    assert wire_format is not None
+    formats = [wire_format.of(stream) for stream in range(16)]
+    assert len({id(each) for each in formats}) == 16
+    assert formats[0] is wire_format
+    assert formats[3] is wire_format.of(3)
+    assert all(len(each._of_streams) == 0 for each in formats[1:])

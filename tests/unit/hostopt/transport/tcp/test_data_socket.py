@@ -150,3 +150,25 @@ def test_tls_hides_the_bytes(certificates: Certificates) -> None:
     seen = run(eavesdrop())
     assert len(seen) > len(secret)
     assert secret[:32] not in seen
+
+
+def test_a_connection_that_moves_to_another_loop_wakes_for_the_last_byte() -> None:
+    """The kernel still has the low-water mark of the last wait before."""
+
+    async def work() -> None:
+        sender, receiver = data_sockets()
+        reading = asyncio.ensure_future(receiver.read_exactly(64))
+        await asyncio.sleep(0)  # it waits for 64 bytes
+        await sender.write([bytes(64)])
+        await reading
+        moved = receiver.on_this_loop()
+        await sender.write([bytes(63)])
+        reading = asyncio.ensure_future(moved.read_exactly(64))
+        while not moved._waits:
+            await asyncio.sleep(0)  # all but one byte have arrived
+        await sender.write([bytes(1)])
+        await asyncio.wait_for(reading, 30)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            await receiver.read_exactly(1)
+
+    run(work())
