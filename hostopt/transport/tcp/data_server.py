@@ -11,6 +11,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Callable
 
+from hostopt.transport import event_loop
 from hostopt.transport.addresses import host_and_port, listen_address
 from hostopt.transport.security import Identity, Security
 from hostopt.transport.tcp import handshake
@@ -131,7 +132,7 @@ async def connect(
     """Connects to the data server of a peer, which reads frames from the connection."""
     host, port = host_and_port(address)
     loop = asyncio.get_running_loop()
-    infos: list[Any] = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    infos = await event_loop.run_on(0, _resolve(host, port))  # whose loop has threads for it
     family, kind, protocol, _, sockaddr = min(infos, key=lambda info: info[0] != socket.AF_INET)
     connection = None
     plain = socket.socket(family, kind, protocol)
@@ -147,3 +148,8 @@ async def connect(
             (connection or plain).close()
         raise
     return connection
+
+
+async def _resolve(host: str, port: int) -> list[Any]:
+    loop = asyncio.get_running_loop()
+    return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
