@@ -155,21 +155,13 @@ class RingGroup:
         return is_power_of_two and is_medium and self._wire_format is None
 
     async def _all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
-        if self._is_small(flat):
-            await recursive_doubling.all_reduce(self._transport, self._members, call, flat, op)
-        elif self._halves(flat):
-            await self._run_halving(call, flat, lambda each: each.all_reduce(flat, op))
-        else:
-            await self._run(call, flat, all_reduce_rounds(self._index, self._size), op)
+        rounds = all_reduce_rounds(self._index, self._size)
+        await self._reduce(call, flat, op, lambda each: each.all_reduce(flat, op), rounds)
 
     async def _reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
         """Reduces this rank's chunk to the bits of `_all_reduce`, but for its wire format."""
-        if self._is_small(flat):
-            await recursive_doubling.all_reduce(self._transport, self._members, call, flat, op)
-        elif self._halves(flat):
-            await self._run_halving(call, flat, lambda each: each.reduce_scatter(flat, op))
-        else:
-            await self._run(call, flat, reduce_scatter_rounds(self._index, self._size), op)
+        rounds = reduce_scatter_rounds(self._index, self._size)
+        await self._reduce(call, flat, op, lambda each: each.reduce_scatter(flat, op), rounds)
 
     async def _all_gather(self, call: CollectiveCall, flat: Array) -> None:
         if self._halves(flat):
@@ -177,9 +169,22 @@ class RingGroup:
         else:
             await self._run(call, flat, all_gather_rounds(self._index, self._size), np.add)
 
-    def _is_small(self, flat: Array) -> bool:
+    async def _reduce(
+        self,
+        call: CollectiveCall,
+        flat: Array,
+        op: np.ufunc,
+        halve: Callable[[Halving], Coroutine[Any, Any, None]],
+        rounds: list[Round],
+    ) -> None:
+        """Reduces a flat buffer by doubling if it is small, else by halving or on the ring."""
         most_bytes = min(recursive_doubling.MOST_BYTES, self._transport.options.segment_bytes)
-        return self._size > 2 and flat.nbytes <= most_bytes and self._wire_format is None
+        if self._size > 2 and flat.nbytes <= most_bytes and self._wire_format is None:
+            await recursive_doubling.all_reduce(self._transport, self._members, call, flat, op)
+        elif self._halves(flat):
+            await self._run_halving(call, flat, halve)
+        else:
+            await self._run(call, flat, rounds, op)
 
     async def _run_halving(
         self,

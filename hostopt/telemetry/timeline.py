@@ -129,7 +129,7 @@ class Timeline:
         end_s: float,
         payload_bytes: int,
     ) -> None:
-        """Records a message; those of a thread in one round of a collective become one span."""
+        """Records a message; a thread's messages of one round of a call become one span."""
         key = track, tag.channel, threading.get_ident()
         round_ = (tag.step, tag.bucket, tag.round)
         last_round, span = self._growing.get(key, (None, None))

@@ -93,7 +93,7 @@ class OutgoingStreams:
                 event_loop.start(stream.close(), stream.loop)
 
     async def flush(self) -> None:
-        """Ends all streams in good order, those of loop 0 last: then no frame is on its way."""
+        """Ends all streams in good order; those of loop 0 end after all others."""
         for is_last in (False, True):
             streams = [each for each in self.all() if (each.loop == 0) is is_last]
             await asyncio.gather(*(event_loop.run_on(each.loop, each.flush()) for each in streams))

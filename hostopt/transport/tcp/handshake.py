@@ -10,10 +10,9 @@
 Both sides agree on the result: the caller uses the connection once it has confirmed, and the
 called rank once it has the confirmation.
 
-A proof of the greeting and the other nonce is an HMAC under the token that all ranks share.
-Without a token it is zeros, and only the
-incarnations, which are random numbers, identify the ranks. A recorded handshake is useless, as
-nonces and incarnations are new each time.
+A proof is an HMAC of the greeting and the nonce of the called rank, under the token that all ranks
+share. Without a token it is zeros, and only the incarnations, which are random numbers, identify
+the ranks. A recorded handshake is useless, as nonces and incarnations are new each time.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ async def introduce(
     greeting = _GREETING.pack(_MAGIC, WIRE_VERSION, caller.rank, stream, *incarnations, nonce)
     await connection.write([greeting])
     answer = await connection.read_exactly(_NONCE_BYTES + _PROOF_BYTES)
-    nonces = greeting + answer[:_NONCE_BYTES]
+    signed = greeting + answer[:_NONCE_BYTES]
     if not security.is_proof(
-        answer[_NONCE_BYTES:], *_fields(_CALLED, caller, called), body=nonces
+        answer[_NONCE_BYTES:], *_fields(_CALLED, caller, called), body=signed
     ):
         raise HandshakeError("it does not know the token of this rank")
-    proof = security.proof(*_fields(_CALLER, caller, called), body=nonces)
+    proof = security.proof(*_fields(_CALLER, caller, called), body=signed)
     await connection.write([proof.encode()])
     if await connection.read_exactly(len(_ACCEPTED)) != _ACCEPTED:
         raise HandshakeError("another program answers")
@@ -82,11 +81,11 @@ async def identify(
         raise HandshakeError(f"the caller claims to be rank {rank} of another ring")
     caller = Identity(rank, incarnation)
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
-    nonces = greeting + own_nonce
-    own_proof = security.proof(*_fields(_CALLED, caller, called), body=nonces)
+    signed = greeting + own_nonce
+    own_proof = security.proof(*_fields(_CALLED, caller, called), body=signed)
     await connection.write([own_nonce, own_proof.encode()])
     proof = await connection.read_exactly(_PROOF_BYTES)
-    if not security.is_proof(proof, *_fields(_CALLER, caller, called), body=nonces):
+    if not security.is_proof(proof, *_fields(_CALLER, caller, called), body=signed):
         raise HandshakeError(f"the caller claims to be rank {rank}, but has another token")
     return rank, stream
 
