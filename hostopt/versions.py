@@ -1,9 +1,10 @@
-"""Versions of the software of a rank, which the ranks compare at the rendezvous."""
+"""Versions: those that the ranks compare at the rendezvous, and those that remove a name."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
+import warnings
 
 VERSION = "0.1.0"
 # Versions that must be the same on all ranks, and versions that may differ.
@@ -25,3 +26,15 @@ def has_keras_3() -> bool:
     except importlib.metadata.PackageNotFoundError:  # or under another name
         return True
     return (int(release[0]), int(release[1])) >= (2, 16)
+
+
+def warn_deprecated(name: str, instead: str, removed_in: str) -> None:
+    """Warns the caller of a deprecated function, argument or option.
+
+    Args:
+      name: what is deprecated, as users write it.
+      instead: what to write in its place.
+      removed_in: version that will not have it. A test fails if that version still calls this.
+    """
+    message = f"{name} is deprecated, and hostopt {removed_in} will not have it. Use {instead}"
+    warnings.warn(message, FutureWarning, stacklevel=3)
