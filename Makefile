@@ -35,17 +35,19 @@ DOCS_STAMP := $(DOCS_VENV)/$(notdir $(STAMP))
 JOBS ?= 3
 PYTEST = -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: mnist check test faults nightly release soak docs format clean
+.PHONY: mnist style check test faults nightly release soak docs format clean
 
 mnist: $(STAMP)
 	$(BIN)/hostopt run -np 2 --evaluators 1 -- $(BIN)/python examples/mnist/main.py \
 		--model-dir mnist_model/$$(date +%Y%m%d-%H%M%S) $(MNIST_ARGS)
 
-# style, types, and the tests of single modules
-check: $(TEST_STAMP)
+style: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# style, types, and the tests of single modules
+check: style
 	$(BIN)/python $(PYTEST) tests/unit
 
 # also the contract of the transports, and a training for each promise of README
