@@ -102,7 +102,7 @@ def _bench(options: argparse.Namespace) -> int:
 def _bench_here(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as directory:
         path = options.json or Path(directory, "times.json")
-        command = [sys.executable, "-m", "hostopt.cli", "bench", "--quiet", "--json", str(path)]
+        command = [sys.executable, "-m", "hostopt", "bench", "--quiet", "--json", str(path)]
         if options.suggest:
             command.append("--suggest")
         else:

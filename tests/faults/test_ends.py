@@ -276,7 +276,7 @@ def started_by() -> Iterator[Callable[..., Process]]:
         code = f"""
             import os, signal, sys
             {before}
-            os.execv(sys.executable, [sys.executable, "-m", "hostopt.cli", "run", *sys.argv[1:]])
+            os.execv(sys.executable, [sys.executable, "-m", "hostopt", "run", *sys.argv[1:]])
         """
         process = Process(
             [*python(code), *arguments],

@@ -260,7 +260,7 @@ def test_a_signal_before_the_first_step_ends_a_rank_at_once(tmp_path: Path, rank
 def launch(directory: Path, fault: dict[str, Any]) -> Process:
     """Starts `hostopt run` with two ranks, both with a fault."""
     program = str(PROGRAMS / "train_with_fault.py")
-    command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--verbose", program]
+    command = [sys.executable, "-m", "hostopt", "run", "-np", "2", "--verbose", program]
     return Process(
         [*command, *settings(directory, steps=LATE, fault=fault)],
         stdout=subprocess.PIPE,

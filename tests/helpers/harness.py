@@ -149,7 +149,7 @@ def start_python(
     inherited = {k: v for k, v in os.environ.items() if not (without and re.match(without, k))}
     command = [sys.executable, *map(str, arguments)]
     if ranks:
-        command = [sys.executable, "-m", "hostopt.cli", "run", "-np", str(ranks), "--", *command]
+        command = [sys.executable, "-m", "hostopt", "run", "-np", str(ranks), "--", *command]
     return Process(
         command,
         cwd=cwd,

@@ -63,7 +63,7 @@ class Launcher:
         """
         code = f"""
             import functools, sys
-            from hostopt import cli
+            from hostopt import __main__ as cli
             from hostopt.commands import run
             from hostopt.launch import launcher, output, restarts, task_group
             output.READER_TIMEOUT_S = {reader_timeout_s}

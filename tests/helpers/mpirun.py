@@ -10,7 +10,7 @@ from typing import Any
 from harness import ROOT, deadline_s
 
 LAUNCHERS = ("openmpi-5", "openmpi-4", "mpich-5")
-HOSTOPT = (sys.executable, "-m", "hostopt.cli")
+HOSTOPT = (sys.executable, "-m", "hostopt")
 # mpirun of a user, on a machine with fewer cores than ranks
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -41,7 +41,7 @@ def run(
       The completed process, with the output of all ranks.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    launcher = [sys.executable, "-m", "hostopt.cli", "run", "-np", str(size), "--verbose", "--"]
+    launcher = [sys.executable, "-m", "hostopt", "run", "-np", str(size), "--verbose", "--"]
     if not (size > 1 if is_cluster is None else is_cluster):
         launcher = []
     runner = [sys.executable, "-m", "estimator_ext", *options, SAVES_VARIABLES]

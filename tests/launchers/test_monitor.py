@@ -112,7 +112,7 @@ def test_the_line_stays_below_the_others_on_a_terminal(tmp_path: Path) -> None:
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 60, 0, 0))
     process = Process(
-        [sys.executable, "-m", "hostopt.cli", "run", "-np", "1", "--", *python(task)],
+        [sys.executable, "-m", "hostopt", "run", "-np", "1", "--", *python(task)],
         stdin=subprocess.DEVNULL,
         stdout=terminal,
         stderr=terminal,

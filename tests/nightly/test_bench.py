@@ -9,7 +9,7 @@ from harness import reserved_addresses, run_python, start_python
 
 from hostopt.measure import bench
 
-BENCH = ("-m", "hostopt.cli", "bench")
+BENCH = ("-m", "hostopt", "bench")
 
 
 def test_local_ranks_print_one_table(tmp_path: Path) -> None:

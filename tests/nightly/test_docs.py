@@ -25,7 +25,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if snippet.title:
             (made / snippet.title).write_text(snippet.body)
     (made / "bin").mkdir()
-    for name, arguments in {"hostopt": "-m hostopt.cli", "python": ""}.items():
+    for name, arguments in {"hostopt": "-m hostopt", "python": ""}.items():
         script = made / "bin" / name
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         script.chmod(0o755)

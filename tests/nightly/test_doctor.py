@@ -29,11 +29,11 @@ from hostopt.doctor.checking import NOTE, OK, WRONG
 from hostopt.errors import ConfigError
 from hostopt.tensorflow import bus
 
-DOCTOR = [sys.executable, "-m", "hostopt.cli", "doctor"]
+DOCTOR = [sys.executable, "-m", "hostopt", "doctor"]
 
 
 def start(*arguments: str, **environ: str) -> Process:
-    return start_python("-m", "hostopt.cli", *arguments, without="HOSTOPT_|TF_", **environ)
+    return start_python("-m", "hostopt", *arguments, without="HOSTOPT_|TF_", **environ)
 
 
 def start_all(

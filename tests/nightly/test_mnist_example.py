@@ -31,7 +31,7 @@ def test_chief_worker_and_evaluators_by_the_launcher(
     model_dir = tmp_path / "model"
     options = ("-np", 2, "--evaluators", 2, "--verbose", "--", sys.executable, MAIN)
     arguments = ("--steps", 400, "--model-dir", model_dir)
-    done = run_python("-m", "hostopt.cli", "run", *options, *arguments, limit_s=280)
+    done = run_python("-m", "hostopt", "run", *options, *arguments, limit_s=280)
     accuracy = re.search(r"^\[chief:0\] test accuracy: ([0-9.]+)$", done.stdout, re.MULTILINE)
     assert float(accuracy[1]) > 0.9
     for role in ("chief:0", "worker:0", "evaluator:0", "evaluator:1"):

@@ -23,7 +23,7 @@ from hostopt.transport.grpc import observer
 
 def run_status(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs the command in a new process, with a deadline."""
-    command = ("-m", "hostopt.cli", "status", *arguments)
+    command = ("-m", "hostopt", "status", *arguments)
     return run_python(*command, code=None, limit_s=DEADLINE_S, without="HOSTOPT_", **environ)
 
 

@@ -12,7 +12,7 @@ from ranks import Ranks
 from summaries import summaries
 
 import estimator_ext
-from hostopt.cli import main
+from hostopt.__main__ import main
 
 estimator_ext.install()
 

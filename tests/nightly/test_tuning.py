@@ -11,7 +11,7 @@ from harness import run_python
 from hostopt.measure import bench, tuning
 from hostopt.options import Options
 
-BENCH = ("-m", "hostopt.cli", "bench", "-np", "2", "--suggest")
+BENCH = ("-m", "hostopt", "bench", "-np", "2", "--suggest")
 CHOICE = (
     r"HOSTOPT_COMMUNICATION=(\S+) HOSTOPT_SEGMENT_BYTES=(\d+) HOSTOPT_STREAMS=(\d+) "
     r"HOSTOPT_BUCKET_MB=([\d.]+)"
@@ -53,9 +53,7 @@ with hostopt.connect() as communicator:
     print("chosen", json.dumps([*chosen, total.tolist()]), flush=True)
 """
     (tmp_path / "main.py").write_text(program)
-    run = run_python(
-        "-m", "hostopt.cli", "run", "-np", 3, "--autotune", "--", tmp_path / "main.py"
-    )
+    run = run_python("-m", "hostopt", "run", "-np", 3, "--autotune", "--", tmp_path / "main.py")
     chosen = re.findall("chosen (.*)", run.stdout)
     assert len(chosen) == 3
     assert len(set(chosen)) == 1

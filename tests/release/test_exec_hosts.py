@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.network import bridged
 
-COMMAND = [sys.executable, "-m", "hostopt.cli", "exec", "--", sys.executable]
+COMMAND = [sys.executable, "-m", "hostopt", "exec", "--", sys.executable]
 
 
 def run(token: str | None) -> list[tuple[int, str, str]]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from harness import PROGRAMS, ROOT, deadline_s, reserved_addresses, until
 
-HOSTOPT = [sys.executable, "-m", "hostopt.cli"]
+HOSTOPT = [sys.executable, "-m", "hostopt"]
 PROGRAM = [sys.executable, str(PROGRAMS / "reduces_rank.py")]
 CONF = """
 ClusterName=test

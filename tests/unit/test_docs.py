@@ -12,7 +12,7 @@ import pytest
 from harness import ROOT
 from pages import _FENCE, PAGES, SNIPPETS
 
-from hostopt import cli
+from hostopt import __main__ as cli
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 README_WORDS = 900

@@ -30,7 +30,7 @@ LAYERS = [
     ["hostopt.tensorflow"],
     ["hostopt.keras"],
     ["hostopt.commands"],
-    ["hostopt.cli"],
+    ["hostopt.__main__"],
     ["estimator_ext._tf_private", "estimator_ext.errors"],
     ["estimator_ext._tf_estimator"],
     ["estimator_ext.options", "estimator_ext.spec"],
@@ -90,7 +90,7 @@ from hostopt import Options
 from hostopt.cluster import cluster
 from hostopt.errors import ConfigError
 if TYPE_CHECKING:
-    import hostopt.cli
+    import hostopt.__main__
 def function():
     try:
         import grpc
@@ -103,7 +103,7 @@ def function():
         "hostopt.cluster.cluster",
         "hostopt",
         "hostopt.errors",
-        "hostopt.cli",
+        "hostopt.__main__",
         "grpc",
         "estimator_ext.spec",
     }
@@ -230,7 +230,7 @@ def test_one_module_uses_private_names_of_tensorflow() -> None:
 
 
 def test_importing_hostopt_loads_neither_tensorflow_nor_grpc() -> None:
-    code = "import sys, hostopt, hostopt.cli; print(*sys.modules)"
+    code = "import sys, hostopt, hostopt.__main__; print(*sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
     )

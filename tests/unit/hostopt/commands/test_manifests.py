@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from k8s_training import TRAINING
 
-from hostopt import cli
+from hostopt import __main__ as cli
 from hostopt.commands.k8s import Training, job, tfjob, trainjob
 from hostopt.errors import AuthError, ConfigError, PeerLostError, ProtocolError
 from hostopt.launch import restarts

@@ -22,7 +22,7 @@ from harness import (
 )
 from rings import Spawn
 
-from hostopt import cli
+from hostopt import __main__ as cli
 from hostopt.collectives.communicator import Communicator
 from hostopt.doctor import machine, network
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, run

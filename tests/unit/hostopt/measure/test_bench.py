@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hostopt import cli
+from hostopt import __main__ as cli
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ConfigError, ProtocolError
 from hostopt.measure import bench

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from trials import trial
 
-from hostopt import cli
+from hostopt import __main__ as cli
 from hostopt.errors import ConfigError
 from hostopt.measure import bench, tuning
 from hostopt.options import MIB, Options

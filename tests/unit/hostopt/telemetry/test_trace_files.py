@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structures import texts_like
 
-from hostopt.cli import main
+from hostopt.__main__ import main
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
 from hostopt.telemetry import trace_files

@@ -1,4 +1,4 @@
-"""The command ``hostopt``."""
+"""The command ``hostopt``, also as ``python -m hostopt``."""
 
 from __future__ import annotations
 

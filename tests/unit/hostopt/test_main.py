@@ -13,7 +13,7 @@ import pytest
 from harness import deadline_s, python
 from launcher import lines_of
 
-from hostopt import cli
+from hostopt import __main__ as cli
 from hostopt.commands import run
 from hostopt.errors import ConfigError, ResourceError
 from hostopt.launch import output
@@ -118,7 +118,7 @@ def test_a_command_refuses(command: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_too_many_tasks_for_the_file_limit_are_reported_in_one_line() -> None:
     code = """
         import resource, sys
-        from hostopt import cli
+        from hostopt import __main__ as cli
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         sys.exit(cli.main(["run", "-np", "64", "--", sys.executable, "-c", "input()"]))
     """
