@@ -30,11 +30,10 @@ from estimator_ext._tf_private import saved_as
 from estimator_ext.checkpoints.saving import has_own_saver
 from estimator_ext.graphs.fingerprint import read_updates
 from estimator_ext.local_steps.replica_part import Difference, ReplicaPart
-from estimator_ext.session.hooks import NO_NUMBERS
 from estimator_ext.spec import operations_of_step
 from estimator_ext.strategy.local_steps import LocalSteps
 from estimator_ext.variables.desync import checksum
-from estimator_ext.variables.sync_on_read import assign, in_parts, is_sync_on_read
+from estimator_ext.variables.sync_on_read import assign, has_numbers, in_parts, is_sync_on_read
 from hostopt.tensorflow.background import HOST_DEVICE
 
 _OUTER = "outer"  # scope of the slots of outer steps in a checkpoint
@@ -75,7 +74,7 @@ def find_variables(changed: Collection[str]) -> Variables:
     global_step = tf.compat.v1.train.get_global_step()
     for name, variable in sorted({v.op.name: v for v in every}.items()):
         is_skipped = variable is global_step or is_sync_on_read(variable)
-        if not is_skipped and variable.dtype.base_dtype not in NO_NUMBERS:
+        if not is_skipped and has_numbers(variable):
             # a gradient has no meaning for a whole number, even if it is called trainable
             has_gradient = name in trained and not variable.dtype.base_dtype.is_integer
             is_changed = name in changed or has_gradient

@@ -10,11 +10,14 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.reduction.divided_slots import DividedSlots
-from estimator_ext.variables.sync_on_read import assign, in_parts, initial_local_value
+from estimator_ext.variables.sync_on_read import (
+    assign,
+    has_numbers,
+    in_parts,
+    initial_local_value,
+)
 
 _log = tf.get_logger()
-
-NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 
 
 class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
@@ -44,7 +47,7 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
         del coord
         descriptions = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}
         self._communicator.check_same(descriptions, "the variables")
-        numbers = [v for v in self._variables if v.dtype.base_dtype not in NO_NUMBERS]
+        numbers = list(filter(has_numbers, self._variables))
         for variable in set(self._variables).difference(numbers):
             _log.warning("%s holds no numbers and is not broadcast", variable.op.name)
         for part in in_parts([v for v in numbers if v.op.name not in self._divided.names]):

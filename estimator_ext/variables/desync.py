@@ -10,9 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.variables.sync_on_read import in_parts
+from estimator_ext.variables.sync_on_read import has_numbers, in_parts
 
-_NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 # The ranks also compare after these steps of a training, as most causes act from the start.
 _FIRST_STEPS = (1, 10, 100)
 
@@ -34,7 +33,7 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
     ) -> None:
         self._suspects = suspects
         self._communicator = communicator
-        self._variables = [v for v in variables if v.dtype.base_dtype not in _NO_NUMBERS]
+        self._variables = list(filter(has_numbers, variables))
         self._every_steps = every_steps
         self._steps_per_run = steps_per_run
         self._first_step = self._step = 0

@@ -83,6 +83,11 @@ def assign(
         left = later
 
 
+def has_numbers(variable: tf.Variable) -> bool:
+    """Returns False for variables of strings, resources and variants."""
+    return variable.dtype.base_dtype not in (tf.string, tf.resource, tf.variant)
+
+
 def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
     """Divides variables into parts, each to be read or written in one run of a session.
 
