@@ -1,9 +1,9 @@
 """Trains small models whose checkpoints later versions must restore, and notes what they hold.
 
-Arguments: directory, last step, and names of cases. Each case trains in DIRECTORY/CASE/model. It
-writes to DIRECTORY/CASE the values of all variables at each save, as the session of rank 0 has
-them, those with which each rank begins, and the elements that each rank computes with. None of
-these is read from a file.
+Arguments: directory, steps between two saves, last step, and names of cases. Each case trains in
+DIRECTORY/CASE/model. It writes to DIRECTORY/CASE the values of all variables at each save, as the
+session of rank 0 has them, those with which each rank begins, and the elements that each rank
+computes with. None of these is read from a file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ tf.get_logger().setLevel("INFO")
 divided_updates._MIN_BYTES = 1  # or each checkpoint would have 200 kB
 train = tf.compat.v1.train
 
-SAVED_STEP, LAST_STEP = 4, 8
 ELEMENTS, BATCH = 40, 2
 # a gradient is the mean of the elements times these; dyadic, so that sums have no rounding
 FACTORS = np.arange(1, 8, dtype=np.float32) / 8
@@ -129,12 +128,12 @@ def variables() -> dict[str, tf.Variable]:
     return {variable.op.name: variable for variable in tf.compat.v1.global_variables()}
 
 
-def run(directory: Path, name: str, last_step: int) -> None:
+def run(directory: Path, name: str, save_every: int, last_step: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     strategy = estimator_ext.HostOffloadStrategy(**STRATEGIES.get(name, {}))
     config = estimator_ext.RunConfig(
         train_distribute=strategy,
-        save_checkpoints_steps=SAVED_STEP,
+        save_checkpoints_steps=save_every,
         tf_random_seed=1,
         **CONFIGS.get(name, {}),
     )
@@ -152,11 +151,11 @@ def run(directory: Path, name: str, last_step: int) -> None:
     strategy.close()
 
 
-def run_stock(directory: Path, last_step: int) -> None:
+def run_stock(directory: Path, save_every: int, last_step: int) -> None:
     """Trains a canned estimator of TensorFlow, and a resumed one as an Estimator of hostopt."""
     directory.mkdir(parents=True, exist_ok=True)
     os.environ.pop("TF_CONFIG", None)
-    options = {"save_checkpoints_steps": SAVED_STEP, "tf_random_seed": 1}
+    options = {"save_checkpoints_steps": save_every, "tf_random_seed": 1}
     estimator: Any = tf.estimator.DNNClassifier(
         [4],
         [tf.feature_column.numeric_column("x", shape=[3])],
@@ -179,8 +178,9 @@ def run_stock(directory: Path, last_step: int) -> None:
 
 
 if __name__ == "__main__":
-    for case in sys.argv[3:]:
+    root, steps = Path(sys.argv[1]), [int(each) for each in sys.argv[2:4]]
+    for case in sys.argv[4:]:
         if case == "stock":
-            run_stock(Path(sys.argv[1], case), int(sys.argv[2]))
+            run_stock(root / case, *steps)
         else:
-            run(Path(sys.argv[1], case), case, int(sys.argv[2]))
+            run(root / case, case, *steps)
