@@ -2,7 +2,7 @@
 
 ::
 
-    16 bytes  "hostopt input 2\\n": format
+    16 bytes  "hostopt input 2\\n": format, whose number changes with anything below
      8 bytes  length of everything after the checksum
     32 bytes  SHA-256 of everything after it
      8 bytes  length of the header
@@ -19,8 +19,10 @@ header on. It has the attribute "pipelines" (the fingerprint of each iterator), 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +32,9 @@ import hostopt
 from estimator_ext.checkpoints.file_errors import cause, replace_file
 
 SUFFIX = ".input"
-_FORMAT = b"hostopt input 2\n"
+_VERSION = 2
+_FORMAT = b"hostopt input %d\n" % _VERSION
+_ANY_FORMAT = re.compile(rb"hostopt input (\d+)\n")
 _NUMBER_BYTES = 8
 _PREFIX_BYTES = len(_FORMAT) + _NUMBER_BYTES + hashlib.sha256().digest_size
 
@@ -87,9 +91,11 @@ def write(checkpoint: str, attributes: dict[str, Any], states: Sequence[bytes]) 
 def read(checkpoint: str) -> Packed | None:
     """Reads what `write` wrote; needs twice the memory of the file.
 
-    Returns None if there is no such file, and raises a CheckpointError if it is damaged.
+    Returns None if there is no such file, and raises a CheckpointError if it is damaged, or of
+    another release.
     """
     path = f"{checkpoint}{SUFFIX}"
+    check_format(checkpoint)
     try:
         if not tf.io.gfile.exists(path):
             return None
@@ -102,6 +108,20 @@ def read(checkpoint: str) -> Packed | None:
             "read the data from the beginning, or resume from another checkpoint"
         ) from error
     return packed
+
+
+def check_format(checkpoint: str) -> None:
+    """Raises a CheckpointError if the file of a checkpoint has the format of another release."""
+    path, begin = f"{checkpoint}{SUFFIX}", b""
+    with contextlib.suppress(tf.errors.OpError), tf.io.gfile.GFile(path, "rb") as file:
+        begin = file.read(_PREFIX_BYTES)
+    match = _ANY_FORMAT.match(begin)
+    if match is not None and match[0] != _FORMAT:
+        raise hostopt.CheckpointError(
+            f"{path}, the input state of {checkpoint}, has format {int(match[1])}, and hostopt "
+            f"{hostopt.__version__} reads format {_VERSION}. Resume with the release of hostopt "
+            "that wrote it, or remove it to read the data from the beginning"
+        )
 
 
 def _is_of(checkpoint: str, packed: Packed) -> bool:
@@ -149,7 +169,7 @@ def _read_checked(path: str) -> memoryview:
     with tf.io.gfile.GFile(path, "rb") as file:
         prefix = file.read(_PREFIX_BYTES)
         if not prefix.startswith(_FORMAT):
-            raise ValueError("it has another format, such as an earlier release's")
+            raise ValueError("it does not begin as an input state")
         length = int.from_bytes(prefix[len(_FORMAT) :][:_NUMBER_BYTES], "little")
         if file.size() != _PREFIX_BYTES + length:
             raise ValueError(f"it has {file.size()} bytes, wanted {_PREFIX_BYTES + length}")

@@ -247,6 +247,7 @@ def _is_of_training(path: str) -> bool:
 
 
 def _can_resume_from(path: str) -> bool:
+    input_state_file.check_format(path)  # raises, as it must not be passed over for an older one
     with contextlib.suppress(hostopt.CheckpointError):
         _check_with_input_state(path)
         return _is_of_training(path)

@@ -53,7 +53,9 @@ class DividedUpdate:
     def note(self, values: Sequence[Array]) -> None:
         """Notes the values that variables have before an update, if they were assigned."""
         with self._lock:
-            for index, (value, start) in enumerate(zip(values, self._variables.starts)):
+            # TensorFlow passes scalars as numbers of NumPy
+            arrays = map(np.asarray, values)
+            for index, (value, start) in enumerate(zip(arrays, self._variables.starts)):
                 is_current = self._values is not None and _is_at(value, self._values[start:])
                 self._assigned[index] = None if is_current else value.reshape(-1)
 

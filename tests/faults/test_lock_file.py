@@ -164,6 +164,11 @@ def test_an_empty_file(path: str, text: str) -> None:
     lock_file.release(path)
 
 
+def test_fields_of_a_later_release_are_left_out(path: str) -> None:
+    Path(path).write_text('{"host": "h", "boot_id": "b", "pid": 1, "start": "s", "new": {}}')
+    assert lock_file.last_holder(path) == lock_file.Holder("h", "b", 1, "s")
+
+
 @pytest.mark.parametrize(("mode", "expected"), [(0o770, 0o660), (0o700, 0o600), (0o2777, 0o666)])
 def test_write_permission_to_the_directory_suffices(
     tmp_path: Path, path: str, mode: int, expected: int

@@ -103,7 +103,7 @@ def read_states(checkpoint: str) -> Any:
     try:
         return input_state_file.read(checkpoint)
     except hostopt.CheckpointError as error:
-        assert "Remove it to read the data from the beginning" in str(error)
+        assert "emove it to read the data from the beginning" in str(error)
         return None
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
-from harness import PROGRAMS, ROOT, run_python
+from harness import PROGRAMS, run_python
 
 import estimator_ext
 from estimator_ext._tf_estimator._loading import knows_estimator
 
 PROGRAM = PROGRAMS / "written_for_2_15.py"
-CHECKPOINTS = sorted((ROOT / "tests" / "data" / "checkpoints").iterdir())
 # Tests that docs/compatibility.md lists as impossible if TensorFlow itself has Estimator.
 without_estimator = pytest.mark.skipif(
     knows_estimator(), reason="TensorFlow 2.15 has Estimator, Keras 2 and the TPU part itself"
@@ -66,15 +64,6 @@ def test_a_program_written_for_2_15(tmp_path: Path, line: str) -> None:
     assert result["custom"]["global_step"] == 101  # stopped early
     assert result["custom"]["accuracy"] == 1.0
     assert result["custom"]["loss"] == pytest.approx(0.0017014313489198685, rel=1e-4)
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda path: f"made_by_{path.name}")
-def test_a_checkpoint_is_restored_and_trained_on(checkpoint: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "model"
-    shutil.copytree(checkpoint, directory)
-    ended = start(PROGRAMS / "checkpoints.py", "restore", directory)
-    assert "RESTORED custom" in ended.stdout
-    assert "RESTORED canned" in ended.stdout
 
 
 def test_estimators_of_every_kind(tmp_path: Path) -> None:

@@ -189,10 +189,26 @@ def test_a_file_of_another_step_is_named(spawn_inproc: Spawn, tmp_path: Path) ->
         input_state_file.read(str(tmp_path / "model.ckpt-8"))
 
 
-def test_a_file_of_an_earlier_release_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 3, 10])
+@pytest.mark.parametrize("length", [60, None], ids=["cut", "whole"])
+def test_a_file_of_another_release_is_named(
+    tmp_path: Path, number: int, length: int | None
+) -> None:
+    path = str(tmp_path / "model.ckpt-7")
+    input_state_file.write(path, {"process": "another", "step": "7"}, [b""])
+    file = Path(f"{path}.input")
+    content = file.read_bytes().replace(b"input 2", b"input %d" % number)
+    file.write_bytes(content[:length])
+    wanted = rf"7\.input, .* has format {number}, and hostopt \S+ reads format 2\. Resume with the"
+    with pytest.raises(hostopt.CheckpointError, match=wanted):
+        input_state_file.read(path)
+    assert file.read_bytes() == content[:length]
+
+
+def test_a_file_of_another_program_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "model.ckpt-7.input", "w") as archive:
         archive.writestr("facts.json", "{}")
-    with pytest.raises(hostopt.CheckpointError, match=r"earlier release.*\. Remove it"):
+    with pytest.raises(hostopt.CheckpointError, match=r"does not begin as .*\. Remove it"):
         input_state_file.read(str(tmp_path / "model.ckpt-7"))
 
 

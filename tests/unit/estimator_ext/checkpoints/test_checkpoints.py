@@ -119,6 +119,23 @@ def test_training_resumes_from_the_newest_intact_checkpoint(
     check_newest(str(tmp_path), restore_previous=False)
 
 
+@pytest.mark.parametrize("also", [None, f"model.ckpt-15.{DATA}"])
+@pytest.mark.parametrize("restore_previous", [False, True])
+def test_a_state_of_a_later_release_is_not_passed_over(
+    tmp_path: Path, restore_previous: bool, also: str | None
+) -> None:
+    save(tmp_path)
+    for step in STEPS[1:]:
+        path = tmp_path / f"model.ckpt-{step}.input"
+        path.write_bytes(path.read_bytes().replace(b"hostopt input 2", b"hostopt input 3"))
+    if also:
+        cut(tmp_path / also)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(hostopt.CheckpointError, match=r"has format 3.* Resume with the release"):
+        check_newest(str(tmp_path), restore_previous)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_ranks_wait_while_rank_0_reads_the_newest_checkpoint(
     spawn_grpc: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,16 @@ def test_a_value_that_was_assigned_counts() -> None:
         np.testing.assert_array_equal(result, [np.full(256, 20), np.full(256, 4)])
 
 
+def test_a_scalar_is_a_number_as_tensorflow_passes_it() -> None:
+    def run(communicator: Communicator) -> tuple[float, float]:
+        divided = DividedUpdate(communicator, bucket(communicator.size, (), (256,)))
+        values, _ = update(divided, [FLOAT.type(3), np.ones(256, FLOAT)], 2)
+        (scalar, vector), _ = update(divided, [values[0][()], values[1]], 2)
+        return float(scalar), float(vector[-1])
+
+    assert Spawn("shm")(2, run) == [(12.0, 4.0)] * 2
+
+
 def test_parts_elsewhere_are_copied() -> None:
     def run(communicator: Communicator) -> np.ndarray:
         divided = DividedUpdate(communicator, bucket(communicator.size, (256,)))
