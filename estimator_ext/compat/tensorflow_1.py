@@ -13,10 +13,8 @@ from types import ModuleType
 import tensorflow as tf
 
 # They may run later, or never.
-_LATER = (
-    *(ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp),
-    *(ast.GeneratorExp, ast.Try, ast.For, ast.With, ast.AsyncFunctionDef),
-)
+_LATER: tuple[type[ast.AST], ...] = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp)
+_LATER += (ast.DictComp, ast.GeneratorExp, ast.Try, ast.For, ast.With, ast.AsyncFunctionDef)
 
 
 def use_of_tensorflow_1(path: str) -> str:
