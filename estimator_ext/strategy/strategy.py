@@ -353,4 +353,4 @@ def _signature() -> inspect.Signature:
 
 
 # on the function, as a subclass may have other arguments
-HostOffloadStrategy.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+vars(HostOffloadStrategy.__init__)["__signature__"] = _signature()
