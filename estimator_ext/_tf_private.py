@@ -64,9 +64,10 @@ DatasetV1Adapter = dataset_ops.DatasetV1Adapter
 GLOBAL_ITERATORS = iterator_ops.GLOBAL_ITERATORS
 serialize_iterator = gen_dataset_ops.serialize_iterator
 deserialize_iterator = gen_dataset_ops.deserialize_iterator
-FileIO = file_io.FileIO
+FileIO: Any = file_io.FileIO
 update_checkpoint_state = checkpoint_management.update_checkpoint_state_internal
-keys_by_name = saver.object_graph_key_mapping  # of a checkpoint that was saved by object
+# of a checkpoint that was saved by object
+keys_by_name: Callable[[str], dict[str, str]] = saver.object_graph_key_mapping
 
 
 def saved_as(variable: tf.Variable) -> tuple[str, tf.TensorShape]:
@@ -115,8 +116,8 @@ def redirect_writes(redirect: Callable[[FileIO, Callable[[str], None]], None]) -
 
 # -- hooks that save or stop ---------------------------------------------------------------
 
-SaverHook = tf.compat.v1.train.CheckpointSaverHook
-Timer = tf.compat.v1.train.SecondOrStepTimer
+SaverHook: Any = tf.compat.v1.train.CheckpointSaverHook
+Timer: Any = tf.compat.v1.train.SecondOrStepTimer
 
 
 def save_path(hook: SaverHook) -> str:
@@ -311,7 +312,7 @@ def control_dependencies_of(graph: tf.Graph) -> Any:
 
 def control_outputs(op: tf.Operation) -> Sequence[tf.Operation]:
     """Returns the operations that wait for an operation without taking its values."""
-    return op._control_outputs
+    return list(op._control_outputs)
 
 
 def add_control_inputs(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
@@ -442,13 +443,14 @@ def _get_seed(op_seed: int | None) -> tuple[int | None, int | None]:
         return _get_seed_of_tensorflow(op_seed)
 
 
-_get_seed_of_tensorflow = random_seed.get_seed
+_get_seed_of_tensorflow: Callable[..., tuple[int | None, int | None]] = random_seed.get_seed
 random_seed.get_seed = _get_seed
 
 
 def current_seed() -> int | None:
     """Returns the seed of `tf.random.set_seed`, in the default graph or eagerly."""
-    return _owner_of_seed()._seed
+    seed: int | None = _owner_of_seed()._seed
+    return seed
 
 
 def set_eager_seed(seed: SeedOfRanks) -> None:

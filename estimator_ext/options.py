@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 
 class TrainingOptions(NamedTuple):
     """Options of `RunConfig`; by default those of a training with a stock configuration."""
 
-    timeline: str | None = None
+    timeline: str | os.PathLike[str] | None = None
     accumulate_steps: int = 1
     uneven_data: str = "join"
     resume_data: str = "state"

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Callable, Union
+from typing import Any, Callable, Optional, Union
 
 import tensorflow as tf
 
 from estimator_ext._tf_estimator import EstimatorSpec as _StockSpec
+from estimator_ext._tf_estimator import ExportOutput
 
-HostCall = tuple[Callable[..., Any], list[Any]]
-EvalMetrics = tuple[Callable[..., dict[str, Any]], Union[list[Any], dict[str, Any]]]
+Hooks = Sequence[tf.compat.v1.train.SessionRunHook]
+Step = Union[tf.Operation, tf.Tensor, tf.Variable]
+# a metric, or its value and the operation that updates it; the first use of tf.keras chooses Keras
+MetricOps = dict[str, Union["tf.keras.metrics.Metric", tuple[tf.Tensor, Step]]]
+Tensors = Union[list[Optional[tf.Tensor]], dict[str, Optional[tf.Tensor]]]
+HostCall = tuple[Callable[..., Step], list[Optional[tf.Tensor]]]
+EvalMetrics = tuple[Callable[..., MetricOps], Tensors]
 
 
 class EstimatorSpec(_StockSpec):
@@ -44,22 +50,22 @@ class EstimatorSpec(_StockSpec):
     def __new__(
         cls,
         mode: str,
-        predictions: Any = None,
+        predictions: tf.Tensor | dict[str, tf.Tensor] | None = None,
         loss: tf.Tensor | None = None,
-        train_op: Any = None,
-        eval_metric_ops: dict[str, Any] | None = None,
-        export_outputs: dict[str, Any] | None = None,
-        training_chief_hooks: Any = None,
-        training_hooks: Any = None,
+        train_op: Step | None = None,
+        eval_metric_ops: MetricOps | None = None,
+        export_outputs: dict[str, ExportOutput] | None = None,
+        training_chief_hooks: Hooks | None = None,
+        training_hooks: Hooks | None = None,
         scaffold: tf.compat.v1.train.Scaffold | None = None,
-        evaluation_hooks: Any = None,
-        prediction_hooks: Any = None,
+        evaluation_hooks: Hooks | None = None,
+        prediction_hooks: Hooks | None = None,
         host_call: HostCall | None = None,
         eval_metrics: EvalMetrics | None = None,
     ) -> EstimatorSpec:
         _check_call("host_call", host_call, (list,))
         _check_call("eval_metrics", eval_metrics, (list, dict))
-        spec = super().__new__(
+        spec: EstimatorSpec = super().__new__(
             cls,
             mode,
             predictions,
@@ -94,7 +100,7 @@ def stock_spec(spec: _StockSpec, **changes: Any) -> _StockSpec:
     return _StockSpec(**{**spec._asdict(), **changes})
 
 
-def _check_call(name: str, call: Any, containers: tuple[type, ...]) -> None:
+def _check_call(name: str, call: Any, containers: tuple[type[Any], ...]) -> None:
     if call is None:
         return
     wanted = f"{name} must be a tuple (function, {' or '.join(c.__name__ for c in containers)})"

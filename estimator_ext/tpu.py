@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_estimator import EstimatorSpec
+from estimator_ext._tf_estimator import EstimatorSpec, ExportOutput, WarmStartSettings
+from estimator_ext._tf_estimator import RunConfig as StockRunConfig
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator import estimator, run_config
-from estimator_ext.spec import stock_spec
+from estimator_ext.spec import EvalMetrics, Hooks, Step, Tensors, stock_spec
 
 __all__ = [
     "CrossShardOptimizer",
@@ -31,7 +32,8 @@ __all__ = [
     "TPUEstimatorSpec",
 ]
 
-_Call = tuple[Callable[..., Any], Any]  # a function, and a list or dict of tensors for it
+_T = TypeVar("_T")
+_HostCall = tuple[Callable[..., object], Tensors]
 _NO_TPU = (
     "use_tpu is True, but this TPUEstimator trains on CPU and GPU. Pass use_tpu=False (programs "
     "often have a flag --use_tpu=false)"
@@ -69,14 +71,14 @@ class TPUConfig:
     iterations_per_loop: int = 2
     num_shards: int | None = None
     num_cores_per_replica: int | None = None
-    per_host_input_for_training: Any = True
+    per_host_input_for_training: bool | InputPipelineConfig = True
     tpu_job_name: str | None = None
     initial_infeed_sleep_secs: int | None = None
-    input_partition_dims: Any = None
-    eval_training_input_configuration: Any = InputPipelineConfig.PER_HOST_V1
+    input_partition_dims: Sequence[object] | None = None
+    eval_training_input_configuration: InputPipelineConfig = InputPipelineConfig.PER_HOST_V1
     experimental_host_call_every_n_steps: int = 1
     experimental_allow_per_host_v2_parallel_get_next: bool = False
-    experimental_feed_hook: Any = None
+    experimental_feed_hook: type[tf.compat.v1.train.SessionRunHook] | None = None
 
 
 class RunConfig(run_config.RunConfig):
@@ -91,14 +93,14 @@ class RunConfig(run_config.RunConfig):
       UnsupportedError: `cluster` is not None.
     """
 
-    tpu_config = property(attrgetter("_tpu_config"), doc="The TPUConfig that was passed.")
+    tpu_config: TPUConfig = run_config.read_only("_tpu_config", "The TPUConfig that was passed.")
 
     def __init__(
         self,
         tpu_config: TPUConfig | None = None,
         evaluation_master: str | None = None,
         master: str | None = None,
-        cluster: Any = None,
+        cluster: object = None,
         **fields: Any,
     ) -> None:
         super().__init__(**fields)
@@ -129,27 +131,27 @@ class TPUEstimatorSpec(EstimatorSpec):
       ValueError: see `tf.estimator.EstimatorSpec`.
     """
 
-    eval_metrics: _Call | None
-    scaffold_fn: Callable[[], Any] | None
-    host_call: _Call | None
+    eval_metrics: EvalMetrics | None
+    scaffold_fn: Callable[[], tf.compat.v1.train.Scaffold] | None
+    host_call: _HostCall | None
 
     def __new__(
         cls,
         mode: str,
-        predictions: Any = None,
+        predictions: dict[str, tf.Tensor] | None = None,
         loss: tf.Tensor | None = None,
-        train_op: Any = None,
-        eval_metrics: _Call | None = None,
-        export_outputs: Mapping[str, Any] | None = None,
-        scaffold_fn: Callable[[], Any] | None = None,
-        host_call: _Call | None = None,
-        training_hooks: Sequence[Any] | None = None,
-        evaluation_hooks: Sequence[Any] | None = None,
-        prediction_hooks: Sequence[Any] | None = None,
+        train_op: Step | None = None,
+        eval_metrics: EvalMetrics | None = None,
+        export_outputs: dict[str, ExportOutput] | None = None,
+        scaffold_fn: Callable[[], tf.compat.v1.train.Scaffold] | None = None,
+        host_call: _HostCall | None = None,
+        training_hooks: Hooks | None = None,
+        evaluation_hooks: Hooks | None = None,
+        prediction_hooks: Hooks | None = None,
     ) -> TPUEstimatorSpec:
         """Calls the functions for metrics, scaffold and host call, in the graph of model_fn."""
         hooks = [] if host_call is None else [_HostCallHook(_call(host_call))]
-        spec = super().__new__(
+        spec: TPUEstimatorSpec = super().__new__(
             cls,
             mode=mode,
             predictions=predictions,
@@ -196,21 +198,21 @@ class TPUEstimator(estimator.Estimator):
 
     def __init__(
         self,
-        model_fn: Callable[..., Any],
-        model_dir: str | None = None,
-        config: Any = None,
-        params: dict[str, Any] | None = None,
+        model_fn: estimator.ModelFn,
+        model_dir: str | os.PathLike[str] | None = None,
+        config: StockRunConfig | None = None,
+        params: Mapping[str, object] | None = None,
         use_tpu: bool = True,
         train_batch_size: int | None = None,
         eval_batch_size: int | None = None,
         predict_batch_size: int | None = None,
-        batch_axis: Any = None,
+        batch_axis: Sequence[int] | None = None,
         eval_on_tpu: bool = True,
         export_to_tpu: bool = True,
         export_to_cpu: bool = True,
-        warm_start_from: Any = None,
-        embedding_config_spec: Any = None,
-        export_saved_model_api_version: Any = None,
+        warm_start_from: str | WarmStartSettings | None = None,
+        embedding_config_spec: object = None,
+        export_saved_model_api_version: object = None,
     ) -> None:
         if use_tpu or embedding_config_spec is not None:
             raise UnsupportedError(_NO_TPU)
@@ -248,7 +250,7 @@ class CrossShardOptimizer(tf.compat.v1.train.Optimizer):
         opt: tf.compat.v1.train.Optimizer,
         reduction: str = tf.compat.v1.losses.Reduction.MEAN,
         name: str = "CrossShardOptimizer",
-        group_assignment: Any = None,
+        group_assignment: object = None,
     ) -> None:
         if reduction != tf.compat.v1.losses.Reduction.MEAN or group_assignment is not None:
             raise hostopt.ConfigError(
@@ -281,6 +283,6 @@ class _HostCallHook(tf.compat.v1.train.SessionRunHook):
         return tf.compat.v1.train.SessionRunArgs(self._fetches)
 
 
-def _call(call: _Call) -> Any:
+def _call(call: tuple[Callable[..., _T], Tensors]) -> _T:
     function, tensors = call
     return function(**tensors) if isinstance(tensors, Mapping) else function(*tensors)

@@ -151,7 +151,7 @@ def _transport(cluster: Cluster, options: Options, service: str) -> Transport:
     return GrpcTransport(cluster, options, service)
 
 
-def _start_timeline(communicator: Communicator, path: str) -> None:
+def _start_timeline(communicator: Communicator, path: str | os.PathLike[str]) -> None:
     timeline = Timeline(path, communicator.transport.cluster)
     communicator.transport.timeline = timeline
     timeline.clock_offset_s = measure_offset(communicator.duplicate("the clocks")).offset_s

@@ -121,8 +121,8 @@ def _is_keras_3(part: Any) -> bool:
 def _check_versions() -> None:
     installed = tuple(int(part) for part in tf.__version__.split(".")[:2])
     if not _OLDEST <= installed <= _NEWEST:
-        too_new = (_NEWEST[0], _NEWEST[1] + 1)
-        oldest, newest, too_new = (".".join(map(str, v)) for v in (_OLDEST, _NEWEST, too_new))
+        versions = (_OLDEST, _NEWEST, (_NEWEST[0], _NEWEST[1] + 1))
+        oldest, newest, too_new = (".".join(map(str, version)) for version in versions)
         raise hostopt.ConfigError(
             f"TensorFlow {tf.__version__} is installed, wanted {oldest} to {newest}: "
             f"tensorflow_estimator was made for {oldest} and is known to work on what TensorFlow "
@@ -154,7 +154,7 @@ def _use_keras_2() -> None:
     if not _keras_2_is_wanted():
         return
     os.environ.setdefault(_KERAS_SWITCH, "1")
-    root = os.path.dirname(importlib.util.find_spec("tf_keras").origin)
+    root = str(importlib.metadata.distribution("tf_keras").locate_file("tf_keras"))
     for package, api in PACKAGES.items():
         importlib.import_module(package).__path__.insert(0, os.path.join(root, "api", api))
 
@@ -165,7 +165,7 @@ def _export_module() -> types.ModuleType:
     The decorator adds symbols to tables of TensorFlow, which have no entry for Estimator any more.
     """
     module = types.ModuleType(_EXPORT, "Decorator of public symbols, which does nothing.")
-    module.estimator_export = lambda *names, v1=None: lambda symbol: symbol
+    vars(module)["estimator_export"] = lambda *names, v1=None: lambda symbol: symbol
     return module
 
 

@@ -191,7 +191,8 @@ def check_on_rank_0(
 
     def run() -> None:
         try:
-            result.set_result(check_newest(model_dir, restore_previous))
+            check_newest(model_dir, restore_previous)
+            result.set_result(None)
         except BaseException as error:
             result.set_exception(error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import json
 import os
 import random
 import zlib
@@ -86,9 +87,8 @@ class Ranks:
         write_atomically(cluster.rank or 0)
 
 
-def _state_of_numpy() -> tuple[Any, ...]:
-    name, keys, *position = np.random.get_state()
-    return (name, keys.tobytes(), *position)
+def _state_of_numpy() -> str:  # of any bit generator
+    return json.dumps(np.random.get_state(legacy=False), default=np.ndarray.tolist)
 
 
 _GENERATORS: tuple[tuple[Callable[[], Any], Callable[[int], Any]], ...] = (
@@ -233,7 +233,7 @@ def _train_and_evaluate(estimator: Any, train_spec: Any, eval_spec: Any) -> Any:
     return metrics, exports
 
 
-class _MetricsWhenRead(Mapping):
+class _MetricsWhenRead(Mapping[str, Any]):
     """The metrics of the last checkpoint, which are computed when the program reads one."""
 
     def __init__(self, estimator: Any, spec: Any) -> None:
@@ -242,7 +242,8 @@ class _MetricsWhenRead(Mapping):
     @functools.cached_property
     def _metrics(self) -> dict[str, Any]:
         spec = self._spec
-        return self._estimator.evaluate(spec.input_fn, spec.steps, spec.hooks, name=spec.name)
+        evaluate = self._estimator.evaluate
+        return dict(evaluate(spec.input_fn, spec.steps, spec.hooks, name=spec.name))
 
     def __getitem__(self, name: str) -> Any:
         return self._metrics[name]
@@ -264,7 +265,7 @@ class _MetricsWhenRead(Mapping):
 # is a part of the description, and happens when the child reads it.
 
 
-class _Call(functools.partial):
+class _Call(functools.partial[Any]):
     """A call that is made where it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

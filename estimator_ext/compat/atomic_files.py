@@ -104,9 +104,9 @@ def _overwrite(path: str, source: str) -> None:
         file.truncate()
 
 
-def _path_of_rank(path: Any, rank: int) -> str:
+def _path_of_rank(path: str | os.PathLike[str], rank: int) -> str:
     """Returns the file that a rank other than 0 appends to, in place of another one."""
-    path = tf.compat.as_str(os.fspath(path))
+    path = str(tf.compat.as_str(os.fspath(path)))
     if os.path.exists(path) and not os.path.isfile(path):  # a device, such as /dev/stderr
         return path
     directory, name = os.path.split(path)

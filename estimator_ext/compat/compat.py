@@ -66,7 +66,7 @@ def install(contrib: bool = False) -> None:
     """
     _add_moved_modules()
     packages = {**PACKAGES, **_NESTED}
-    modules = {name: importlib.import_module(name) for name in packages}
+    modules: dict[str, Any] = {name: importlib.import_module(name) for name in packages}
     if contrib:
         _add_contrib([*modules.values()])
     if knows_estimator():

@@ -13,8 +13,8 @@ from types import ModuleType
 import tensorflow as tf
 
 # They may run later, or never.
-_LATER = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp)
-_LATER += (ast.GeneratorExp, ast.Try, ast.For, ast.With, ast.AsyncFunctionDef)
+_LATER: tuple[type[ast.AST], ...] = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp)
+_LATER += (ast.DictComp, ast.GeneratorExp, ast.Try, ast.For, ast.With, ast.AsyncFunctionDef)
 
 
 def use_of_tensorflow_1(path: str) -> str:
@@ -113,12 +113,12 @@ def _imported(nodes: Iterable[ast.AST], name: str) -> set[str]:
 
 def _is_value_of_dimension(node: ast.AST) -> bool:
     """Returns True for `x.shape[0].value` and `x.get_shape()[0].value`."""
-    is_of_element = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Subscript)
-    if not is_of_element or node.attr != "value":
+    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Subscript)):
         return False
     shape = node.value.value
     shape = shape.func if isinstance(shape, ast.Call) else shape
-    return isinstance(shape, ast.Attribute) and shape.attr in ("shape", "get_shape")
+    is_shape = isinstance(shape, ast.Attribute) and shape.attr in ("shape", "get_shape")
+    return is_shape and node.attr == "value"
 
 
 def _is_only_in_tensorflow_1(name: str) -> bool:

@@ -12,8 +12,8 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -56,10 +56,14 @@ from estimator_ext.options import options_of
 from estimator_ext.session.guard import SessionCloseHook
 from estimator_ext.session.hooks import EventsFilePerProcessHook
 from estimator_ext.session.preemption import Preemption, PreemptionHook
-from estimator_ext.spec import stock_spec
+from estimator_ext.spec import Hooks, stock_spec
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 
 _log = tf.get_logger()
+InputFn = Callable[..., object]  # returns a dataset, features, or (features, labels)
+ModelFn = Callable[..., _tf_estimator.EstimatorSpec]
+_E = TypeVar("_E", bound="HostOffloadEstimator")
+_Stock = TypeVar("_Stock", bound=_tf_estimator.Estimator)
 _MAKES_HOOK = inspect.unwrap(make_early_stopping_hook).__code__  # without the deprecation wrapper
 
 
@@ -70,10 +74,11 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
     """
 
     _evaluators: Evaluators | None = None  # several evaluators that share the data
+    _config: Any
     _is_on_ranks = False  # the graph of the training is built for all ranks
 
     @property
-    def config(self) -> Any:
+    def config(self) -> _tf_estimator.RunConfig:
         """A copy of the configuration.
 
         For TensorFlow's `make_early_stopping_hook`, which creates all hooks of early stopping, it
@@ -124,13 +129,13 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
     # -- training ---------------------------------------------------------------------------
 
     def train(
-        self,
-        input_fn: Callable[..., Any],
-        hooks: Any = None,
+        self: _E,
+        input_fn: InputFn,
+        hooks: Hooks | None = None,
         steps: int | None = None,
         max_steps: int | None = None,
-        saving_listeners: Any = None,
-    ) -> HostOffloadEstimator:
+        saving_listeners: Sequence[tf.compat.v1.train.CheckpointSaverListener] | None = None,
+    ) -> _E:
         check_limits(steps, max_steps)
         check_whole_loops(steps, self._iterations)
         if max_steps is not None:
@@ -184,7 +189,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             lambda context: self._call_input_fn(input_fn, ModeKeys.TRAIN, context),
             "input_context" in _tf_estimator.fn_args(input_fn),
             self._create_and_assert_global_step,
-            lambda *batch: self._call_model_fn(*batch, ModeKeys.TRAIN, config),
+            lambda features, labels: self._call_model_fn(features, labels, ModeKeys.TRAIN, config),
         )
         arguments = (strategy, self._config, self._model_dir, hooks, functions)
         while True:
@@ -230,9 +235,9 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
 
     def evaluate(
         self,
-        input_fn: Callable[..., Any],
+        input_fn: InputFn,
         steps: int | None = None,
-        hooks: Any = None,
+        hooks: Hooks | None = None,
         checkpoint_path: str | None = None,
         name: str | None = None,
     ) -> dict[str, Any]:
@@ -242,28 +247,29 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         scope = _io_errors_of(self._train_distribution, self._model_dir)
         if self._evaluators is not None:
             steps = self._evaluators.local_steps(steps)
-            scope = self._evaluators.evaluation(checkpoint_path, self._model_dir)
+            newest = checkpoint_path or self.latest_checkpoint()
+            scope = self._evaluators.evaluation(newest, self._model_dir)
         with scope:
             metrics = super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
         return write_evaluation(metrics, name)
 
-    def _evaluate_run(self, *, eval_dict: Any, all_hooks: Any, **arguments: Any) -> dict[str, Any]:
+    def _evaluate_run(self, *, eval_dict: Any, all_hooks: Any, **arguments: Any) -> Any:
         if self._evaluators is not None:
             all_hooks = [SumMetricsHook(self._evaluators, eval_dict), *all_hooks]
         return super()._evaluate_run(eval_dict=eval_dict, all_hooks=all_hooks, **arguments)
 
     def predict(
         self,
-        input_fn: Callable[..., Any],
-        predict_keys: Any = None,
-        hooks: Any = None,
+        input_fn: InputFn,
+        predict_keys: Sequence[str] | None = None,
+        hooks: Hooks | None = None,
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
         num_predictions: int | None = None,
     ) -> Iterator[Any]:
         self._check_has_files("predict", checkpoint_path)
         hooks = [*(hooks or ()), SessionCloseHook()]
-        predictions = super().predict(
+        predictions: Generator[Any, None, None] = super().predict(
             input_fn, predict_keys, hooks, checkpoint_path, yield_single_examples
         )
         if num_predictions is None:
@@ -273,7 +279,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
 
     def _export_all_saved_models(
         self, export_dir_base: str, *arguments: Any, **options: Any
-    ) -> bytes:
+    ) -> Any:
         strategy = self._train_distribution
         check_is_no_data_worker(strategy, "export")
         if isinstance(strategy, HostOffloadStrategy) and strategy.cluster.rank:
@@ -360,11 +366,11 @@ class Estimator(HostOffloadEstimator):
 
     def __init__(
         self,
-        model_fn: Callable[..., Any],
-        model_dir: Any = None,
-        config: Any = None,
-        params: dict[str, Any] | None = None,
-        warm_start_from: Any = None,
+        model_fn: ModelFn,
+        model_dir: str | os.PathLike[str] | None = None,
+        config: _tf_estimator.RunConfig | None = None,
+        params: Mapping[str, object] | None = None,
+        warm_start_from: str | _tf_estimator.WarmStartSettings | None = None,
         train_batch_size: int | None = None,
         eval_batch_size: int | None = None,
         predict_batch_size: int | None = None,
@@ -373,7 +379,7 @@ class Estimator(HostOffloadEstimator):
         self._join_cluster(train_batch_size, eval_batch_size, predict_batch_size)
 
 
-def adopt(estimator: Any) -> Any:
+def adopt(estimator: _Stock) -> _Stock:
     """Makes an estimator of any class train like `Estimator`, in place.
 
     This is for canned estimators and subclasses of `tf.estimator.Estimator`.
@@ -386,7 +392,7 @@ def adopt(estimator: Any) -> Any:
       hostopt.ConfigError: eval_distribute is a `HostOffloadStrategy`.
       UnsupportedError: the class overrides `train`, and there are several ranks.
     """
-    kind = type(estimator)
+    kind: Any = type(estimator)
     if issubclass(kind, HostOffloadEstimator):
         return estimator
     size = number_of_workers(estimator._train_distribution)
@@ -401,7 +407,7 @@ def adopt(estimator: Any) -> Any:
 
 
 @functools.cache
-def _adopted(kind: type) -> type:
+def _adopted(kind: Any) -> type:
     members: dict[str, Any] = {"__module__": kind.__module__}
     if not issubclass(kind, _tf_estimator.Estimator):  # a class of tf.compat.v1 that exports
         members["export_savedmodel"] = kind.export_savedmodel
@@ -409,10 +415,10 @@ def _adopted(kind: type) -> type:
     return type(kind.__name__, (*bases, HostOffloadEstimator), members)
 
 
-def _changed(estimator: HostOffloadEstimator, **attributes: Any) -> HostOffloadEstimator:
+def _changed(estimator: _E, **attributes: Any) -> _E:
     """Returns a copy of an estimator with other values of attributes."""
     result = copy.copy(estimator)
-    vars(result).update(attributes)
+    result.__dict__.update(attributes)
     return result
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.graphs.global_step import changes
-from estimator_ext.spec import EstimatorSpec, stock_spec
+from estimator_ext.spec import EstimatorSpec, EvalMetrics, HostCall, MetricOps, stock_spec
 from hostopt.tensorflow.background import HOST_DEVICE
 
 
@@ -35,14 +35,14 @@ def run_on_host(spec: StockSpec, mode: str, iterations: int) -> StockSpec:
                 "the session. Leave iterations_per_loop out, or return "
                 "train_op=optimizer.minimize(...) without host_call"
             )
-        return stock_spec(spec, train_op=_train_op(spec))
+        return stock_spec(spec, train_op=_train_op(spec, spec.host_call))
     if mode == ModeKeys.EVAL and spec.eval_metrics is not None:
-        return stock_spec(spec, eval_metric_ops=_eval_metric_ops(spec))
+        return stock_spec(spec, eval_metric_ops=_eval_metric_ops(spec, spec.eval_metrics))
     return stock_spec(spec)
 
 
-def _train_op(spec: EstimatorSpec) -> tf.Operation:
-    function, tensors = spec.host_call
+def _train_op(spec: EstimatorSpec, host_call: HostCall) -> tf.Operation:
+    function, tensors = host_call
     # after the loss, so that a step without data runs nothing; without a name scope, which would
     # become part of the variables' names
     with tf.device(HOST_DEVICE), tf.control_dependencies([spec.loss]):
@@ -60,10 +60,10 @@ def _train_op(spec: EstimatorSpec) -> tf.Operation:
         return global_step.assign_add(1, read_value=False)
 
 
-def _eval_metric_ops(spec: EstimatorSpec) -> dict[str, Any]:
+def _eval_metric_ops(spec: EstimatorSpec, eval_metrics: EvalMetrics) -> MetricOps:
     if spec.eval_metric_ops:
         raise ValueError("EstimatorSpec cannot contain both eval_metrics and eval_metric_ops.")
-    function, tensors = spec.eval_metrics
+    function, tensors = eval_metrics
     with tf.device(HOST_DEVICE):
         if isinstance(tensors, dict):
             return function(**{name: _to_host(tensor) for name, tensor in tensors.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -19,8 +20,9 @@ from estimator_ext.strategy.strategy import HostOffloadStrategy
 from hostopt.options import MAX_COUNT, shown
 
 
-def _option(name: str, doc: str) -> property:
-    return property(attrgetter(f"_options.{name}"), doc=doc)
+def read_only(path: str, doc: str) -> Any:
+    """Returns a property that reads an attribute; its annotation is the type of the value."""
+    return property(attrgetter(path), doc=doc)
 
 
 class RunConfig(_StockRunConfig):
@@ -66,31 +68,25 @@ class RunConfig(_StockRunConfig):
         strict or data_service is not one of its possible values.
     """
 
-    timeline = property(
-        attrgetter("_options.timeline"), doc="File name for Chrome traces, as given."
+    timeline: str | os.PathLike[str] | None = read_only(
+        "_options.timeline", "File name for Chrome traces, as given."
     )
-    accumulate_steps = property(
-        attrgetter("_options.accumulate_steps"), doc="Micro-batches of a step."
+    accumulate_steps: int = read_only("_options.accumulate_steps", "Micro-batches of a step.")
+    uneven_data: str = read_only("_options.uneven_data", '"join" or "stop".')
+    resume_data: str = read_only("_options.resume_data", '"state" or "skip".')
+    iterations_per_loop: int = read_only("_options.iterations_per_loop", "Steps of a run.")
+    prefetch_depth: int | None = read_only(
+        "_options.prefetch_depth", "In batches; None adds none."
     )
-    uneven_data = _option("uneven_data", '"join" or "stop".')
-    resume_data = _option("resume_data", '"state" or "skip".')
-    iterations_per_loop = property(
-        attrgetter("_options.iterations_per_loop"), doc="Steps of a run."
-    )
-    prefetch_depth = property(
-        attrgetter("_options.prefetch_depth"), doc="In batches; None adds none."
-    )
-    strict = property(
-        attrgetter("_options.strict"), doc="True for the rules of accelerator estimators."
-    )
-    data_service = property(
-        attrgetter("_options.data_service"), doc="Mode of the data workers, as given."
+    strict: bool = read_only("_options.strict", "True for the rules of accelerator estimators.")
+    data_service: str | None = read_only(
+        "_options.data_service", "Mode of the data workers, as given."
     )
 
     def __init__(
         self,
         *args: Any,
-        timeline: str | None = None,
+        timeline: str | os.PathLike[str] | None = None,
         accumulate_steps: int = 1,
         uneven_data: str = "join",
         resume_data: str = "state",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -28,7 +28,7 @@ _log = tf.get_logger()
 
 def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec | Sequence[EvalSpec]
-) -> Any:
+) -> tuple[Mapping[str, Any] | None, list[Any] | dict[str, Any]]:
     """Trains on all ranks and evaluates in parallel; has the signature of the stock function.
 
     The chief and the workers train. An evaluator evaluates and exports each new checkpoint until
@@ -61,12 +61,14 @@ def train_and_evaluate(
         with training_without_ring(estimator.model_dir, estimator.config):
             if len(eval_specs) == 1:
                 recall_best(estimator, eval_specs[0])
-                return stock_train_and_evaluate(estimator, train_spec, eval_specs[0])
+                results = stock_train_and_evaluate(estimator, train_spec, eval_specs[0])
+                return results or (None, [])  # an evaluator gets None
             _train(estimator, train_spec)
             return evaluate_final(estimator, train_spec, eval_specs)
     if strategy.cluster.role == "evaluator":
         start_beside_ring(strategy.cluster, strategy.options)
-        return _run_evaluator(strategy.cluster, estimator, train_spec, eval_specs)
+        index, count = strategy.cluster.task.index, len(strategy.cluster.evaluators)
+        return _run_evaluator(index, count, estimator, train_spec, eval_specs)
     if not strategy.cluster.is_chief:
         _train(estimator, train_spec)
         return None, []
@@ -75,7 +77,7 @@ def train_and_evaluate(
 
 def _check_specs(eval_spec: EvalSpec | Sequence[EvalSpec]) -> list[EvalSpec]:
     several = isinstance(eval_spec, (list, tuple)) and not isinstance(eval_spec, EvalSpec)
-    eval_specs = list(eval_spec) if several else [eval_spec]
+    eval_specs: list[EvalSpec] = list(eval_spec) if several else [eval_spec]
     for spec in eval_specs:
         if not isinstance(spec, EvalSpec):
             raise TypeError(
@@ -116,13 +118,13 @@ def _run_chief(
 
 
 def _run_evaluator(
-    cluster: hostopt.Cluster,
+    index: int,
+    count: int,
     estimator: Estimator,
     train_spec: TrainSpec,
     eval_specs: list[EvalSpec],
 ) -> tuple[Any, Any]:
     """Evaluates alone, with one of several EvalSpecs, or together with other evaluators."""
-    index, count = cluster.task.index, len(cluster.evaluators)
     if len(eval_specs) > 1:
         if index >= len(eval_specs) or count not in (0, len(eval_specs)):
             names = [spec.name for spec in eval_specs]

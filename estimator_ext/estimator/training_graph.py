@@ -173,7 +173,7 @@ class TrainingGraph:
         progress = self._progress(stamps)
         if self.reduction.accumulation is not None:
             self._add_training_hooks(self.reduction.accumulation.hook())  # [K10]
-        if self._is_chief:  # now, as input_fn or model_fn may have written a checkpoint
+        if self.model_dir is not None:  # now, as input_fn or model_fn may have saved one
             self.restored = newest(self.model_dir)
         if self.restored is not None and not has_own_saver(self.spec):
             check_shapes(self.restored, tf.compat.v1.global_variables())
@@ -290,7 +290,7 @@ class TrainingGraph:
         for hook in self.hooks:
             if isinstance(hook, PreemptionHook):
                 hook.preemption.saves = has_saver(self.spec, self.hooks, self.config)
-        if not self._is_chief:
+        if self.model_dir is None:
             return
         self.spec = add_saver(self.spec, self.hooks, self.config, self.model_dir)
         savers = find_savers(self._all_hooks())
@@ -441,7 +441,7 @@ def build_input(
         if counts:
             counts = [accumulation.all_examples, accumulation.total(counts[1], "batches")]
     if counts:
-        weights = BatchWeights(*counts, communicator, options_of(config).uneven_data)
+        weights = BatchWeights(counts[0], counts[1], communicator, options_of(config).uneven_data)
         reduction.values.weights = weights
         if needs.join and reduction.accumulation is None:  # compute nothing without data
             with tf.control_dependencies([weights.mean_weight]):

@@ -115,7 +115,7 @@ class BatchSizes:
             for (mode, name), size in zip(_ARGUMENTS.items(), sizes)
             if size is not None
         }
-        if self._local and "batch_size" in (params or {}):
+        if self._local and params and "batch_size" in params:
             names = " and ".join(_ARGUMENTS[mode] for mode in self._local)
             raise ValueError(
                 f"params['batch_size'] is {params['batch_size']!r} and {names} is given as well: "

@@ -69,6 +69,8 @@ class EndMarker:
 class _Evaluator(Evaluator):
     """The stock evaluator; its exporters get an Estimator that evaluates alone."""
 
+    _estimator: Estimator
+
     def _export_eval_result(self, *arguments: Any) -> Any:
         shared = self._estimator
         self._estimator = copy.copy(shared)
@@ -279,6 +281,11 @@ class ChiefLiveness:
         self._check_every_s = min(_CHECK_EVERY_S, options.stall_warning_s)
         self._reset()
 
+    def _reset(self) -> None:
+        self._silent_s = 0.0
+        self._check_at_s = self._check_every_s
+        self._warning_at_s = self._options.stall_warning_s
+
     def waited(self, pause_s: float) -> None:
         """Adds a time of waiting, without evaluations, and checks for signs of life if due."""
         self._silent_s += pause_s
@@ -305,11 +312,6 @@ class ChiefLiveness:
         if self._silent_s >= self._warning_at_s:
             self._warning_at_s *= 2
             _log.warning("%s. It waits for up to %g s", text, limit_s)
-
-    def _reset(self) -> None:
-        self._silent_s = 0.0
-        self._check_at_s = self._check_every_s
-        self._warning_at_s = self._options.stall_warning_s
 
     def _last_save(self) -> int | None:
         """Time of the newest checkpoint in ns; None if there is none."""

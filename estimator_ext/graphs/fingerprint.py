@@ -96,7 +96,7 @@ def read_updates(
     known = {variable.op.name: variable for variable in [*local_variables, *trained, *variables]}
     texts = {n: "; ".join(sorted(each)) for n, each in reader.updates.items() if n in known}
     used = sorted(reader.used & known.keys() - local)
-    texts.update({f"{name} at first": initial[name] for name in used if initial.get(name)})
+    texts.update({f"{name} at first": text for name in used if (text := initial.get(name))})
     return Updates(
         texts,
         [known[name] for name in used],
@@ -180,7 +180,7 @@ class _Reader:
         if op.type in CALLS:  # read even if a condition varies
             results = self._call(op, caller, conditions)
             self._results[op] = [None] * len(results) if may_not_run else results
-            return op.type
+            return str(op.type)
         if may_not_run or op in self.data or op in self.known:
             return None
         if op in self.reduced or is_same_on_all_ranks(op):
@@ -204,7 +204,7 @@ class _Reader:
         return _short(f"{op.type}({', '.join(map(str, inputs))})")
 
     def _text(self, tensor: tf.Tensor) -> Text:
-        op, index = tensor.op, tensor.value_index
+        op, index = tensor.op, int(tensor.value_index)
         if op.type == "IdentityN":  # passes on each input separately
             return self._text(op.inputs[index])
         if op in self._results:

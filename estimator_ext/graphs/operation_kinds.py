@@ -11,12 +11,12 @@ from estimator_ext._tf_private import is_reference
 
 GATHERS = ("ResourceGather", "ResourceGatherNd")
 # Read a variable. All other operations that take one change it.
-READS = ("ReadVariableOp", *GATHERS, "VariableShape")
+READS: tuple[str, ...] = ("ReadVariableOp", *GATHERS, "VariableShape")
 READS += ("VarIsInitializedOp", "IsVariableInitialized", "DisableCopyOnRead")
 READS += ("LookupTableFindV2", "LookupTableSizeV2", "LookupTableExportV2")
 # Pass on a variable or a value.
-PASSING = ("Identity", "Cast", "ReadVariableOp", "Switch", "RefSwitch", "Enter", "RefEnter")
-PASSING += ("RefIdentity", "PlaceholderWithDefault")
+PASSING: tuple[str, ...] = ("Identity", "Cast", "ReadVariableOp", "Switch", "RefSwitch", "Enter")
+PASSING += ("RefEnter", "RefIdentity", "PlaceholderWithDefault")
 # Parts of a TensorFlow 1 loop that its beginning depends on.
 READ_LATER = ("NextIteration", "RefNextIteration", "LoopCond")
 # May have other values on each rank.

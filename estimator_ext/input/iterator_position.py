@@ -150,7 +150,7 @@ class IteratorPosition:
 def _first_line(error: tf.errors.OpError) -> str:
     lines = [line for line in error.message.splitlines() if line.strip()]
     relevant = [line for line in lines if any(each in line for each in _RELEVANT)]
-    return (relevant or lines or ["unknown"])[0].strip()
+    return str((relevant or lines or ["unknown"])[0]).strip()
 
 
 def _serialize(iterator: tf.Tensor, policy: int) -> tuple[tf.Tensor, tf.Tensor]:

@@ -266,8 +266,9 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         state, number = self._state(has_ended), self._next_fragment
         fragment = self._replicas.fragments[number]
         differences = fragment.take(session, self._step)
-        reduce = (self._exchange_and_reduce, state, self._examples[number], differences)
-        states = self._background.submit(*reduce)
+        states = self._background.submit(
+            self._exchange_and_reduce, state, self._examples[number], differences
+        )
         self._pending = _Pending(fragment, differences, states)
         self._examples[number] = 0.0
         self._next_fragment = (number + 1) % len(self._replicas.fragments)

@@ -46,7 +46,7 @@ class ReplicaPart:
             self.quantized = QuantizedSum(communicator, compression)
         elif self._sum_dtype is np.float32:
             self.wire_format = new_wire_format(compression)
-        self.anchor = np.empty(0, self._sum_dtype)
+        self.anchor: Any = np.empty(0, self._sum_dtype)
         self._flat = self._joined_in_graph()
 
     def _joined_in_graph(self) -> tf.Tensor:
@@ -127,7 +127,7 @@ class ReplicaPart:
     def _nonfinite_name(self, flat: Any) -> str:
         """Returns the first variable that is not finite, if one is not."""
         finite = (np.isfinite(value).all() for value in self.split(flat))
-        return next(v.op.name for v, is_finite in zip(self.variables, finite) if not is_finite)
+        return next(str(v.op.name) for v, good in zip(self.variables, finite) if not good)
 
 
 class Difference:

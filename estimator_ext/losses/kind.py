@@ -139,7 +139,7 @@ def _kind_of_sums(value: Value, lengths: Collection[int], size: int) -> LossKind
 
 def _is_sum(total: Sum, lengths: Collection[int], size: int) -> bool | None:
     """Returns True for a sum, False for a mean, None if a factor may be a weight or 1 / n."""
-    counts = [n for n in (total.count, *lengths) if n > 1]
+    counts = [n for n in (total.terms, *lengths) if n > 1]
     if any(_is_one(c * n) for c in total.constants for n in counts):
         return False
     if any(_is_one(c * n * size) for c in total.constants for n in lengths):

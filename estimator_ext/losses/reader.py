@@ -29,17 +29,17 @@ from estimator_ext.pipelines.batch_lengths import batch_sizes
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.reduced import outside
 
-_PASSING = ("Identity", "Cast", "StopGradient", "PreventGradient", "CheckNumerics", "Snapshot")
+_PASSING: tuple[str, ...] = ("Identity", "Cast", "StopGradient", "PreventGradient", "Snapshot")
 _PASSING += ("PlaceholderWithDefault", "Neg", "EnsureShape", "Reshape", "Squeeze", "ExpandDims")
-_PASSING += ("Switch", "RefSwitch", "Abs", "Relu")
+_PASSING += ("Switch", "RefSwitch", "Abs", "Relu", "CheckNumerics")
 _REDUCTIONS = ("Sum", "Mean", "L2Loss")
 _JOINING = ("Pack", "ConcatV2", "Select", "SelectV2", "Merge")
 _CALLING = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf")
 _OF_TENSORS = (*_PASSING, *PRODUCTS, *QUOTIENTS, *_REDUCTIONS, *_JOINING, *_CALLING)
 # followed in scalars only
 _LARGER = ("Maximum", "Minimum")
-_CURVES = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "Tanh", "Sigmoid", "Softplus", "Pow")
-_CURVES += ("Reciprocal", "Inv")
+_CURVES: tuple[str, ...] = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "Tanh", "Sigmoid")
+_CURVES += ("Softplus", "Pow", "Reciprocal", "Inv")
 _COUNTS = ("Size", "StridedSlice", "Prod")
 _OF_SCALARS = (*ADDING, *_LARGER, *_CURVES, *_COUNTS)
 _POWERS = {"Square": 2, "Reciprocal": -1, "Inv": -1}
@@ -59,12 +59,12 @@ OF_DIMENSIONS = (
 class Sum(NamedTuple):
     """A sum over examples."""
 
-    count: int = 0  # of the elements that are added up; 0 if it is not static
+    terms: int = 0  # number of the elements that are added up; 0 if it is not static
     constants: tuple[float, ...] = ()  # absolute values of its factors, but 1; NaN if not known
 
     def times(self, number: float) -> Sum:
         """Returns the sum with one more factor."""
-        return self if number == 1 else Sum(self.count, (*self.constants, number))
+        return self if number == 1 else Sum(self.terms, (*self.constants, number))
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class LossReader:
         """Returns what is known of a tensor that has been read."""
         op = tensor.op
         if op in self._results:
-            return self._results[op][tensor.value_index]
+            return self._results[op][int(tensor.value_index)]
         if op in self._values:
             return self._values[op]
         if not self._data.get(op, False):
@@ -226,7 +226,7 @@ class LossReader:
             return None
         shape = tensor.shape.as_list()
         if None in shape:
-            return shape.index(None)
+            return int(shape.index(None))
         found = [axis for axis, n in enumerate(shape) if n in self._all_lengths and n > 1]
         if not found and any(shape[0] % n == 0 for n in self._all_lengths if n):
             found = [0]  # a multiple, as after a reshape

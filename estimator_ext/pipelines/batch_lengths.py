@@ -14,9 +14,9 @@ from estimator_ext.pipelines.divided_pipeline import kind_of
 
 UNKNOWN = -1  # batches may differ in length
 # Their elements are batches of their input.
-_PASSING = ("AssertCardinality", "AutoShard", "Cache", "MaxIntraOpParallelism", "Model", "Options")
-_PASSING += ("Prefetch", "PrivateThreadPool", "Repeat", "Shard", "Shuffle", "ShuffleAndRepeat")
-_PASSING += ("Skip", "Take")
+_PASSING: tuple[str, ...] = ("AssertCardinality", "AutoShard", "Cache", "MaxIntraOpParallelism")
+_PASSING += ("Model", "Options", "Prefetch", "PrivateThreadPool", "Repeat", "Shard", "Shuffle")
+_PASSING += ("ShuffleAndRepeat", "Skip", "Take")
 _BATCHES = ("Batch", "MapAndBatch", "PaddedBatch", "ParallelBatch")
 _SAME_NUMBER = ("Cache", "Map", "Model", "Options", "ParallelMap", "Prefetch", "Shuffle")
 _ENDLESS = tf.data.INFINITE_CARDINALITY
@@ -75,7 +75,7 @@ def lengths_of(data: Any, config: tf.compat.v1.ConfigProto) -> Lengths:
     if static == UNKNOWN and (asked := batch_sizes(op)):
         datasets.append(op.inputs[0])  # of examples
     sizes = [constant_of(each) for each in asked]
-    counts = [_number_of(each.op) for each in datasets]
+    counts: list[Any] = [_number_of(each.op) for each in datasets]
     if any(each is None for each in (*sizes, *counts)):
         # slow with large constants, all of which a session copies
         cardinalities = [tf.raw_ops.DatasetCardinality(input_dataset=each) for each in datasets]

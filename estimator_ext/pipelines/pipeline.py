@@ -79,7 +79,7 @@ class Pipeline:
         A generator may have side effects. A shuffle has another order each time it is read, unless
         it is in a graph. A cache, and its like, must be read to the end.
         """
-        found = []
+        found: list[tf.data.Dataset] = []
         for point in self.points:
             before = [each for each in _before([point]) if not inputs_of(each)]
             found += [point] if self._is_readable(point) else filter(self._is_readable, before)

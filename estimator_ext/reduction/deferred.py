@@ -20,9 +20,10 @@ import hostopt
 from estimator_ext._tf_private import control_flow_context, replace_input, replace_tensor
 from estimator_ext.graphs.walks import operations_before
 from estimator_ext.reduction.schedule import Deferred, make_schedule, needs_no_reduction
+from hostopt.gradients.reducer import AnyReducer
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.ops import StopSaveFlags
-from hostopt.tensorflow.reductions import AnyReducer, Reduction, need_exchange, reduce_tensors
+from hostopt.tensorflow.reductions import Reduction, need_exchange, reduce_tensors
 from hostopt.tensorflow.sparse import parts_of
 
 STAND_IN = "HostReduced"
@@ -172,7 +173,7 @@ class DeferredReductions:
 
 def is_stand_in(op: tf.Operation) -> bool:
     """Returns True for what a program gets in place of a reduced tensor."""
-    return op.type == "PlaceholderWithDefault" and op.name.startswith(STAND_IN)
+    return bool(op.type == "PlaceholderWithDefault" and op.name.startswith(STAND_IN))
 
 
 def _stand_in(tensor: tf.Tensor, shape: Any) -> tf.Tensor:

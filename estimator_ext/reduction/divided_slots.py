@@ -19,6 +19,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_private import replace_input
 from estimator_ext.variables.sync_on_read import assign
+from hostopt.collectives.call import Array
 
 EMPTY = (0,)  # shape of a value that has been taken away
 
@@ -134,7 +135,7 @@ def _return_free_memory() -> None:
         trim(0)
 
 
-def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: np.ndarray) -> None:
+def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: Array) -> None:
     """Assigns a value in memory that the system gets back when it is freed.
 
     TensorFlow's allocator never returns its memory to the system, and malloc often keeps it.

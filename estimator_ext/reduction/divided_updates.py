@@ -75,7 +75,7 @@ class _Update(NamedTuple):
     @property
     def has_rows(self) -> bool:
         """True if the gradient is sparse, so that whole rows are divided."""
-        return self.op.type.startswith(_ROW_KERNELS)
+        return bool(self.op.type.startswith(_ROW_KERNELS))
 
     @property
     def row(self) -> list[int]:
@@ -258,7 +258,9 @@ def _find(targets: Sequence[tf.Operation], kernels: tuple[str, ...]) -> list[_Up
         if not op.type.startswith(kernels) or control_flow_context(op) is not None:
             continue
         handles = [tensor.op for _, tensor, is_handle in arguments(op) if is_handle]
-        variable, *slots = map(variables.get, handles)
+        if not variables.keys() >= set(handles):
+            continue
+        variable, *slots = (variables[each] for each in handles)
         if _can_divide(op, variable, slots, step, starts):
             found.append(_Update(op, variable, slots, levels[op]))
             levels[op] += 1
@@ -267,13 +269,13 @@ def _find(targets: Sequence[tf.Operation], kernels: tuple[str, ...]) -> list[_Up
 
 def _can_divide(
     op: tf.Operation,
-    variable: tf.Variable | None,
-    slots: Sequence[tf.Variable | None],
+    variable: tf.Variable,
+    slots: Sequence[tf.Variable],
     step: Collection[tf.Operation],
     starts: Collection[tf.Operation],
 ) -> bool:
     """Returns True if nothing else in the step changes the variable, or uses its slots."""
-    if None in (variable, *slots) or not variable.device.endswith(HOST_DEVICE):
+    if not variable.device.endswith(HOST_DEVICE):
         return False
     if not all(can_lock(each) for each in variable.handle.consumers() if each not in starts):
         return False

@@ -31,9 +31,10 @@ from estimator_ext.reduction.gradient_marks import Mark, mark_of, marked_graph
 from estimator_ext.reduction.skipped_updates import SkippedUpdates
 from estimator_ext.reduction.value_reduction import ValueReduction
 from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.gradients.reducer import AnyReducer
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.background import HOST_DEVICE
-from hostopt.tensorflow.reductions import AnyReducer, Reduction, reduce_tensors
+from hostopt.tensorflow.reductions import Reduction, reduce_tensors
 from hostopt.tensorflow.sparse import map_values, set_shape_of, values_of
 
 _log = tf.get_logger()
@@ -168,7 +169,7 @@ class GradientReduction:
             left = [i for i in left if mark_of(results[i]) is not None]
         gradients = [(results[i], *_name_and_row_shape(pairs[i][1], results[i])) for i in left]
         if follows:
-            marks = [mark_of(gradient) for gradient, *_ in gradients]
+            marks = [mark for each, *_ in gradients if (mark := mark_of(each)) is not None]
             sums = self.reduce_marked(gradients, marks, nonfinite)
         else:
             sums = self.sum_gradients(gradients, loss_is_scaled(), nonfinite)

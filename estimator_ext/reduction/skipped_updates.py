@@ -60,7 +60,7 @@ class SkippedUpdates:
         """Checks that every update with a gradient can be skipped."""
         marks = marks_of_graph()
         trained = {updates.variable_of(mark.source.op) for mark in marks.values()}
-        for variable in sorted(trained & updates.changes.keys()):
+        for variable in sorted(updates.changes.keys() & trained):
             for update in updates.changes[variable]:
                 if not self._guards(update) and depends_on([update], marks, data_before):
                     raise ConfigError(

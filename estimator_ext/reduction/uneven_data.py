@@ -15,6 +15,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.batch_lengths import UNKNOWN, first_read, length_of, lengths_of
+from hostopt.collectives.call import Array
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 MODES = ("join", "stop")
@@ -120,7 +121,7 @@ class BatchWeights:
             weight.set_shape([])
         self.mean_weight, self.sum_weight, self.share = weights
 
-    def _exchange(self, examples: np.ndarray, batches: np.ndarray) -> list[Any]:
+    def _exchange(self, examples: Array, batches: Array) -> list[Any]:
         count, has_data = float(examples), bool(batches > 0)
         self._scalar_sum.start(count, float(has_data))
         total, ranks_with_data = self._scalar_sum.wait()
@@ -151,7 +152,7 @@ class BatchWeights:
             _log.info("rank %d: its data ended after %d steps, the last", rank, self._steps)
 
 
-def _stop_if_ended(has_next: np.ndarray) -> Any:
+def _stop_if_ended(has_next: Array) -> Any:
     if not has_next:
         raise StopIteration  # which TensorFlow takes as the end of the data
     return has_next

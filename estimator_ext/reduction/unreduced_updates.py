@@ -99,7 +99,7 @@ def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
     marks = marks_of_graph()
     names = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
     others = {updates.variable_of(mark.source.op) for mark in marks.values()} - names
-    names |= {n for n in others & updates.varying.keys() if _uses_own_gradient(updates, n, marks)}
+    names |= {n for n in updates.varying.keys() & others if _uses_own_gradient(updates, n, marks)}
     linear = LinearGradients(marks, updates.is_same)
     search = _Search(updates, data, sorted(names), marks, linear)
     for name in search.trained:
@@ -251,7 +251,7 @@ def _variables_read(
         name = updates.variable_of(op)
         return [name] if name else []
     handles = [tensor.op for tensor in op.inputs if tensor.dtype == tf.resource]
-    if op is update and op.type not in CALLS:  # the first handle is written, not read
+    if op.type not in CALLS and op is update:  # the first handle is written, not read
         handles = handles[1:]
     return [name for handle in handles if (name := updates.variable_of(handle))]
 

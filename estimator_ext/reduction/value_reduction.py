@@ -66,14 +66,13 @@ class ValueReduction:
         # Each rank's loss counts by its examples, so its cotangent is weighted before the sum.
         # The gradients computed from the result are multiplied by this rank's weight later, so the
         # result is divided by it.
-        weight = tf.cast(self._deferred_loss_weight(), cotangent.dtype)
+        weight = tf.cast(self._deferred_weight(self.weights.mean_weight), cotangent.dtype)
         total = self.reduce(tf.math.multiply_no_nan(cotangent, weight), name, is_mean)
         return tf.math.divide_no_nan(total, weight)
 
-    def _deferred_loss_weight(self) -> tf.Tensor:
+    def _deferred_weight(self, weight: tf.Tensor) -> tf.Tensor:
         """Returns the weight of this rank's loss; `weigh_loss` connects the right one."""
         if self._loss_weight is None:
-            weight = self.weights.mean_weight
             with weight.graph.as_default(), tf.control_dependencies(None), tf.device(HOST_DEVICE):
                 self._loss_weight = tf.raw_ops.PlaceholderWithDefault(input=weight, shape=[])
         return self._loss_weight
@@ -84,13 +83,15 @@ class ValueReduction:
         op = hostopt.ReduceOp.SUM
         if is_mean and tensor.dtype.is_floating:
             op, is_mean = hostopt.ReduceOp.AVERAGE, False
-        can_defer = self._deferred is not None and self._deferred.can_take([tensor])
-        if can_defer and tensor.shape.is_fully_defined():
-            total = self._deferred.add(Reduction(tensor, name, op, is_gradient=False))
+        deferred = self._deferred
+        if deferred is not None and not deferred.can_take([tensor]):
+            deferred = None
+        if deferred is not None and tensor.shape.is_fully_defined():
+            total = deferred.add(Reduction(tensor, name, op, is_gradient=False))
         else:
             total = ops.all_reduce(tensor, self._strategy.communicator, op, name)
-            if can_defer:
-                self._deferred.built.append(total)
+            if deferred is not None:
+                deferred.built.append(total)
         size = tf.cast(self._size, total.dtype)
         return tf.math.divide(total, size) if is_mean else total
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -28,12 +27,14 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
 
     Args:
       communicator: the ring.
-      divided: slots, of which each rank gets its parts instead.
+      divided: slots, of which each rank gets its parts instead; None for none.
     """
 
-    def __init__(self, communicator: hostopt.Communicator, divided: DividedSlots) -> None:
+    def __init__(
+        self, communicator: hostopt.Communicator, divided: DividedSlots | None = None
+    ) -> None:
         self._communicator = communicator
-        self._divided = divided
+        self._divided = DividedSlots(communicator) if divided is None else divided
         self._variables: list[tf.Variable] = []
 
     def begin(self) -> None:
@@ -42,7 +43,9 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
         by_name = {variable.op.name: variable for variable in variables}
         self._variables = [by_name[name] for name in sorted(by_name)]
 
-    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+    def after_create_session(
+        self, session: tf.compat.v1.Session, coord: tf.train.Coordinator
+    ) -> None:
         """Compares names, shapes and dtypes of the variables, then broadcasts their values."""
         del coord
         descriptions = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}

@@ -90,7 +90,7 @@ class Preemption:
         Collective: all ranks must call it.
         """
         signums = communicator.all_gather(np.array(self.signum), "who was preempted")
-        self._other_ranks = [r for r in np.flatnonzero(signums) if r != communicator.rank]
+        self._other_ranks = [int(r) for r in np.flatnonzero(signums) if r != communicator.rank]
         if self._other_ranks and not self.signum:
             names = ", ".join(f"rank {rank}" for rank in self._other_ranks)
             _log.warning("training ends on all ranks: %s got a signal to end", names)

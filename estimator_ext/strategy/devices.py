@@ -23,7 +23,7 @@ _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 def is_gpu(device: str) -> bool:
     """Returns True for a GPU, which has memory of its own."""
-    return tf.DeviceSpec.from_string(device).device_type == "GPU"
+    return bool(tf.DeviceSpec.from_string(device).device_type == "GPU")
 
 
 @dataclass(frozen=True)

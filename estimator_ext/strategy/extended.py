@@ -48,7 +48,7 @@ class _RankExtended(OneDeviceExtended):
 
     @property
     def _size(self) -> int:
-        return self._strategy.cluster.size
+        return int(self._strategy.cluster.size)
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -56,7 +56,7 @@ class _RankExtended(OneDeviceExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        return self._strategy.cluster.is_chief
+        return bool(self._strategy.cluster.is_chief)
 
     should_save_summary = should_checkpoint
 

@@ -83,7 +83,7 @@ class _Replica(HostOffloadExtended):
         """Device of forward and backward; the host if there is no virtual accelerator."""
         device = tf.DeviceSpec.from_string(self._device)
         if device.device_type != "CPU":
-            return self._device
+            return str(self._device)
         count = len(tf.config.list_logical_devices("CPU"))
         return self._device if (device.device_index or 0) < count else HOST_DEVICE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Union
 
 import tensorflow as tf
 
@@ -13,14 +13,15 @@ from hostopt.gradients.nonfinite import ALLOW
 from hostopt.options import MAX_COUNT, shown
 from hostopt.tensorflow.sparse import map_values, values_of
 
-GradsAndVars = list[tuple[Any, tf.Variable]]
+Gradient = Union[tf.Tensor, tf.IndexedSlices, None]
+GradsAndVars = list[tuple[Gradient, tf.Variable]]
 
 _LARGEST_SCALE = 2.0**24
 _LARGEST_FLOAT = float(tf.float32.max)
 _SMALLEST_SCALE = 2.0**-126  # a smaller one is 0 to processors that flush
 
 
-def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> GradsAndVars:
+def reduce_gradients(grads_and_vars: Iterable[tuple[Gradient, tf.Variable]]) -> GradsAndVars:
     """Reduces gradients over the ranks, so that clipping sees what a single worker would see.
 
     The next `apply_gradients` with these variables does not reduce gradients that are computed
@@ -46,7 +47,7 @@ def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> Grads
 
 
 def _reduce_pairs(
-    grads_and_vars: Iterable[tuple[Any, tf.Variable]], nonfinite: str | None = None
+    grads_and_vars: Iterable[tuple[Gradient, tf.Variable]], nonfinite: str | None = None
 ) -> GradsAndVars:
     """Reduces gradients as `reduce_gradients` does, with a chosen reaction to NaN and Inf."""
     pairs = list(grads_and_vars)
@@ -131,7 +132,7 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
 
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Any, tf.Variable]],
+        grads_and_vars: Iterable[tuple[Gradient, tf.Variable]],
         global_step: tf.Variable | None = None,
         name: str | None = None,
     ) -> tf.Operation:

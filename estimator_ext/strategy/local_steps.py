@@ -13,7 +13,7 @@ from hostopt.options import MAX_COUNT, WIRE_FORMATS, YEAR_S, shown
 
 SLOTS = (None, "average", "keep", "reset")
 COMPRESSIONS = (None, *WIRE_FORMATS, "int8", "int4")
-_Optimizer = tf.compat.v1.train.Optimizer
+_Optimizer: Any = tf.compat.v1.train.Optimizer
 OuterOptimizer = Union[None, _Optimizer, Callable[[], _Optimizer]]
 
 

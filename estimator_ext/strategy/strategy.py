@@ -8,8 +8,8 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -29,6 +29,7 @@ from hostopt.tensorflow._tf_private import fork_guard
 from hostopt.tensorflow.background import HOST_DEVICE
 
 _log = tf.get_logger()
+_T = TypeVar("_T")
 
 
 class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
@@ -65,7 +66,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
 
     def __init__(
         self,
-        cluster_resolver: Any = None,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         variables_on_host: bool = True,
         accelerator: str | None = None,
         *,
@@ -118,10 +119,10 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
     @property
     def accelerator(self) -> str:
         """Device of forward and backward."""
-        return self.extended.worker_devices[0]
+        return str(self.extended.worker_devices[0])
 
     def update_config_proto(
-        self, config_proto: tf.compat.v1.ConfigProto
+        self, config_proto: tf.compat.v1.ConfigProto | None
     ) -> tf.compat.v1.ConfigProto:
         """Adds the devices of this strategy to the configuration of a session.
 
@@ -146,7 +147,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
             config.device_count["GPU"] = 0
         return config
 
-    def record_timeline(self, path: str) -> None:
+    def record_timeline(self, path: str | os.PathLike[str]) -> None:
         """Records a timeline from the rendezvous on.
 
         Args:
@@ -206,7 +207,13 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
                 self._communicator.close()
                 self._communicator = None
 
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(
+        self,
+        fn: Callable[..., _T],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        options: tf.distribute.RunOptions | None = None,
+    ) -> _T:
         """Calls a function as the step of this rank, as `tf.distribute.Strategy.run` does.
 
         Args:
@@ -223,10 +230,10 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
                 "sync_every, sync_secs or outer_optimizer is set, and strategy.run reduces "
                 "gradients in each step. Train with estimator_ext.Estimator, or leave them out"
             )
-        results = super().run(fn, args, kwargs, options)
+        results: _T = super().run(fn, args, kwargs, options)
         return results if self.cluster.size == 1 else _join_results(self, fn, results)
 
-    def gather(self, value: Any, axis: int) -> tf.Tensor:
+    def gather(self, value: tf.Tensor | tf.distribute.DistributedValues, axis: int) -> tf.Tensor:
         """Joins the values of all ranks, as `tf.distribute.Strategy.gather` does.
 
         Collective: all ranks must call it.
@@ -346,4 +353,4 @@ def _signature() -> inspect.Signature:
 
 
 # on the function, as a subclass may have other arguments
-HostOffloadStrategy.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+vars(HostOffloadStrategy.__init__)["__signature__"] = _signature()

@@ -71,7 +71,8 @@ def assign(
     left = list(zip(variables, values))
     while left:
         feeds: dict[tf.Tensor, Any] = {}
-        now, later = [], []
+        now: list[tuple[tf.Variable, Any]] = []
+        later: list[tuple[tf.Variable, Any]] = []
         for variable, value in left:  # two initializers may share a tensor: one run for each
             source = variable.initializer.inputs[1]
             (later if source.ref() in feeds else now).append((variable, value))

@@ -11,9 +11,10 @@ from hostopt.keras.callbacks import *  # noqa: F403 - the same names
 from hostopt.tensorflow import _keras_api
 from hostopt.tensorflow._keras_api import *  # noqa: F403 - the same names
 from hostopt.tensorflow._keras_api import OPTIMIZER, model_loader, reordered
+from hostopt.tensorflow._keras_api import __all__ as __all__  # mypy does not see the `+=` below
 from hostopt.tensorflow.refusals import missing_attribute
 
-__all__ = ["DistributedOptimizer", "callbacks", "load_model"]
+__all__ = ["DistributedOptimizer", "callbacks", "load_model"]  # noqa: F811
 __all__ += callbacks.__all__
 __all__ += _keras_api.__all__
 

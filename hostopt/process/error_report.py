@@ -106,7 +106,9 @@ def _is_of_library(frame: types.FrameType) -> bool:
     return _LIBRARY.match(str(name)) is not None
 
 
-def write_details(directory: str, rank: int, error: BaseException) -> str | None:
+def write_details(
+    directory: str | os.PathLike[str], rank: int, error: BaseException
+) -> str | None:
     """Writes the full traceback of an error to a file.
 
     Returns:

@@ -76,7 +76,7 @@ class Event(NamedTuple):
 class FlightRecorder:
     """Keeps the last 256 events of this rank. Any thread may record events."""
 
-    def __init__(self, rank: int, directory: str | None) -> None:
+    def __init__(self, rank: int, directory: str | os.PathLike[str] | None) -> None:
         self.directory = directory
         self._rank = rank
         self._events: collections.deque[Event] = collections.deque(maxlen=_CAPACITY)

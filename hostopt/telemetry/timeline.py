@@ -65,7 +65,7 @@ class Span:
     args: dict[str, Any]
 
 
-def path_of_rank(path: str, rank: int) -> Path:
+def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
     """Returns the trace file of a rank: "trace.json" becomes "trace.rank0.json"."""
     common = Path(path)
     return common.with_name(f"{common.stem}.rank{rank}{common.suffix}")
@@ -83,7 +83,7 @@ class Timeline:
 
     def __init__(
         self,
-        path: str,
+        path: str | os.PathLike[str],
         cluster: Cluster,
         max_spans: int = MAX_SPANS,
         rewrite_every_s: float = _REWRITE_EVERY_S,

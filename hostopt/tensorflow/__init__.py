@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hostopt.tensorflow import _names
 from hostopt.tensorflow._names import *  # noqa: F403 - the same names
+from hostopt.tensorflow._names import __all__ as __all__  # mypy does not see the `+=` below
 from hostopt.tensorflow.allreduce import allreduce, grouped_allreduce, oob_allreduce
 from hostopt.tensorflow.collectives import (
     allgather,
@@ -41,7 +42,7 @@ from hostopt.tensorflow.variables import (
     broadcast_object_fn,
 )
 
-__all__ = [
+__all__ = [  # noqa: F811
     "BroadcastGlobalVariablesHook",
     "DistributedGradientTape",
     "DistributedOptimizer",

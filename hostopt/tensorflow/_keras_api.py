@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from hostopt import tensorflow as hvd
 from hostopt.tensorflow import _names
 from hostopt.tensorflow._names import *  # noqa: F403 - the same names
+from hostopt.tensorflow._names import __all__ as __all__  # noqa: PLC0414 - mypy does not see `+=`
 from hostopt.tensorflow.optimizer import reducing_part
 from hostopt.tensorflow.wrapping import variables_of_layers
 
-__all__ = ["PartialDistributedOptimizer", "allgather", "allreduce", "broadcast", "reducescatter"]
+__all__ = ["PartialDistributedOptimizer", "allgather", "allreduce", "broadcast", "reducescatter"]  # noqa: F811
 __all__ += _names.__all__
+_T = TypeVar("_T")
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
@@ -30,7 +32,9 @@ def reducescatter(value: Any, name: str | None = None, op: hvd.ReduceOp = hvd.Av
 # -- Horovod's functions for TensorFlow, with the order that their parameters have for Keras ----
 
 
-def reordered(order: str, *others: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def reordered(
+    order: str, *others: Callable[..., Any]
+) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
     """Returns a decorator that puts the parameters of a function in another order.
 
     Args:
@@ -41,7 +45,7 @@ def reordered(order: str, *others: Callable[..., Any]) -> Callable[[Callable[...
     positional, _, by_name = order.partition(" * ")
     first, *names = positional.split()
 
-    def decorate(function: Callable[..., Any]) -> Any:
+    def decorate(function: Callable[..., _T]) -> Callable[..., _T]:
         known: dict[str, inspect.Parameter] = {}
         for each in (*others, function):
             known.update(inspect.signature(each).parameters)
@@ -53,7 +57,7 @@ def reordered(order: str, *others: Callable[..., Any]) -> Callable[[Callable[...
         signature = inspect.Signature(parameters)
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> _T:
             arguments = signature.bind(*args, **kwargs).arguments
             return function(arguments.pop(first), **arguments)
 

@@ -175,8 +175,7 @@ def is_same_on_all_ranks(op: tf.Operation) -> bool:
     return op.type in types and _SAME_ON_ALL_RANKS.match(op.name) is not None
 
 
-@tf.custom_gradient
-def overlap(tensor: Any) -> Any:
+def overlap(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the tensor, and splits the XLA cluster that it belongs to.
 
     An XLA cluster delivers its results when all of it has run. If a model is one cluster, its
@@ -190,6 +189,11 @@ def overlap(tensor: Any) -> Any:
     Returns:
       The same tensor.
     """
+    return _split_clusters(tensor)
+
+
+@tf.custom_gradient
+def _split_clusters(tensor: tf.Tensor) -> Any:
     return _outside_clusters(tensor), _outside_clusters
 
 

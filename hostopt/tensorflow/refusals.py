@@ -17,7 +17,7 @@ class _Adasum:
         return "Adasum"
 
 
-Adasum: Any = _Adasum()
+Adasum = _Adasum()
 
 _MISSING = {
     "elastic": (

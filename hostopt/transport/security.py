@@ -59,7 +59,7 @@ def read_token(options: Options, environ: Mapping[str, str] | None = None) -> by
     return token.strip()
 
 
-def check_tls_dir(path: str, host: str | None = None) -> datetime:
+def check_tls_dir(path: str | os.PathLike[str], host: str | None = None) -> datetime:
     """Checks that peers with the same CA would accept a certificate; returns when it expires.
 
     Args:
@@ -114,7 +114,7 @@ class Security:
 class Tls:
     """The certificates of one rank in a directory. The files are read once."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._directory = Path(path)
         description = f"tls_dir {path}"
         self.ca, self.cert, self.key = (

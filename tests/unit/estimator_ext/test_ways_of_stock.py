@@ -28,6 +28,24 @@ def test_the_stock_function_refuses_a_second_evaluator(
         estimator_ext.train_and_evaluate(estimator, *specs)
 
 
+def test_an_evaluator_of_the_stock_function_returns_no_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_fn = ways_of_stock.model_fn_of({"counts": True})
+    specs = (
+        tf.estimator.TrainSpec(tensors, max_steps=1),
+        tf.estimator.EvalSpec(tensors, steps=1, start_delay_secs=0, throttle_secs=0),
+    )
+    estimator = estimator_ext.Estimator(model_fn, tmp_path, estimator_ext.RunConfig())
+    metrics, exports = estimator_ext.train_and_evaluate(estimator, *specs)
+    assert metrics is not None
+    assert (metrics["global_step"], exports) == (1, [])
+    config = {"cluster": {"chief": ["127.0.0.1:1"]}, "task": {"type": "evaluator", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    evaluator = estimator_ext.Estimator(model_fn, tmp_path, estimator_ext.RunConfig())
+    assert estimator_ext.train_and_evaluate(evaluator, *specs) == (None, [])
+
+
 def tensors() -> Any:
     return tf.constant(ways_of_stock.X), tf.constant(ways_of_stock.Y)
 

@@ -110,3 +110,19 @@ def test_a_seed_of_the_program_is_kept(writers: list[int]) -> None:
     ranks.join()
     assert random.random() == random.Random(3).random()
     assert np.random.rand() == np.random.RandomState(4).rand()
+
+
+def test_a_program_may_choose_another_generator_of_numpy(writers: list[int]) -> None:
+    own = np.random.get_bit_generator()
+    ranks = adoption.Ranks("data")
+    try:
+        np.random.set_bit_generator(np.random.PCG64(7))
+        describe(2, 1)
+        ranks.join()
+        drawn = np.random.randint(1000, size=4).tolist()
+    finally:
+        np.random.set_bit_generator(own)
+    # not seeded again, as the program has seeded it
+    state = np.random.RandomState(np.random.PCG64(7))
+    assert drawn == state.randint(1000, size=4).tolist()
+    assert writers == [1]

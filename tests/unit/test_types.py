@@ -1,0 +1,61 @@
+"""Programs that use both packages can check their types, as they can with an installed package."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+PUBLIC = (ROOT / "tests" / "unit" / "public_names.txt").read_text().split()
+# what the author of a program writes, as TensorFlow has no types
+CONFIG = "[mypy]\nstrict = true\n[mypy-tensorflow.*]\nignore_missing_imports = true\n"
+
+
+def check(directory: Path, *programs: Path) -> str:
+    """Returns what mypy says of programs, to which both packages are installed ones."""
+    config = directory / "mypy.ini"
+    config.write_text(CONFIG)
+    # kept, as the first run takes 10 s and others take 1 s
+    cache = ROOT / ".mypy_cache" / "of_programs"
+    environ = {name: value for name, value in os.environ.items() if name != "MYPYPATH"}
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "mypy", "--config-file", config, "--cache-dir", cache),
+            *programs,
+        ],
+        check=False,
+        cwd=directory,
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+    assert result.stderr == ""
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("types")
+    names = directory / "names.py"
+    modules = sorted({name.rpartition(".")[0] for name in PUBLIC})
+    lines = [f"import {module}" for module in modules]
+    lines += [f"reveal_type({name})" for name in PUBLIC]
+    names.write_text("\n".join([*lines, ""]))
+    return check(directory, names, ROOT / "tests" / "programs" / "typed_sample.py")
+
+
+def test_a_typed_program_has_no_errors(said: str) -> None:
+    assert [line for line in said.splitlines() if ": error: " in line] == []
+
+
+def test_every_public_name_has_a_type(said: str) -> None:
+    types = re.findall(r'^names\.py:\d+: note: Revealed type is "(.*)"$', said, re.MULTILINE)
+    assert len(types) == len(PUBLIC)
+    untyped = [name for name, kind in zip(PUBLIC, types) if kind == "Any"]
+    # classes that are made for the Keras that is installed
+    assert [name for name in untyped if not name.endswith("Callback")] == []
