@@ -26,9 +26,9 @@ PAGES = {
         "local_quality",
         "overlap",
         "scaling",
+        "soak",
         "model",
     ),
-    "docs/reliability.md": ("soak",),
     "docs/watching.md": ("progress",),
     "docs/data_workers.md": ("data_workers",),
 }
