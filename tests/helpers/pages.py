@@ -21,7 +21,6 @@ _FENCE = re.compile(r"^```(?P<info>.*)\n(?P<body>(?:.*\n)*?)^```$", re.MULTILINE
 
 
 _TITLE = re.compile(r'title="([^"]+)"')
-_INCLUDED = re.compile(r'^--8<-- "(.+)"\n', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Snippet:
       kind: `python` runs, or is written to a file if it has a title; `py` is a fragment; `console`
         shows commands and their output; `sh` and `bash` are commands that no test runs.
       title: name of a file, or what commands need that no test runs; empty without one.
-      body: the text, with the files that it includes.
+      body: the text.
     """
 
     page: str
@@ -62,8 +61,7 @@ def snippets_of(page: Path) -> Iterator[Snippet]:
         title = _TITLE.search(rest)
         line = text.count("\n", 0, match.start()) + 2
         name = str(page.relative_to(ROOT))
-        body = _INCLUDED.sub(lambda included: (ROOT / included[1]).read_text(), match["body"])
-        yield Snippet(name, line, kind, title[1] if title else "", body)
+        yield Snippet(name, line, kind, title[1] if title else "", match["body"])
 
 
 SNIPPETS = [snippet for page in PAGES for snippet in snippets_of(page)]

@@ -136,7 +136,8 @@ def test_the_readme_is_short() -> None:
 def test_the_site_has_every_page() -> None:
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = [str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")]
-    assert sorted(listed) == sorted([*pages, "changelog.md"])
+    labs = [str(page.relative_to(ROOT)) for page in ROOT.glob("examples/*/README.md")]
+    assert sorted(listed) == sorted([*pages, *labs, "changelog.md"])
 
 
 def test_tests_named_on_pages_exist() -> None:
