@@ -1,9 +1,10 @@
-"""Writes the tables of all results.json into the pages of docs, between their markers."""
+"""Writes the tables of all results.json into their pages, between their markers."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -14,27 +15,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 
+# the two that readers ask for first, and those of a page about their subject
 PAGES = {
-    "docs/benchmarks.md": (
-        "allreduce",
-        "mnist_scaling",
-        "api",
-        "overhead",
-        "embedding",
-        "link",
-        "slow_link",
-        "local_quality",
-        "overlap",
-        "scaling",
-        "model",
-    ),
-    "docs/reliability.md": ("soak",),
+    "docs/benchmarks.md": ("allreduce", "mnist_scaling"),
     "docs/watching.md": ("progress",),
     "docs/data_workers.md": ("data_workers",),
 }
+# the others beside their description
+for _name in (
+    "api",
+    "embedding",
+    "link",
+    "local_quality",
+    "model",
+    "overhead",
+    "overlap",
+    "scaling",
+    "slow_link",
+    "soak",
+):
+    PAGES[f"benchmarks/{_name}/README.md"] = (_name,)
 
 
-def section_of(name: str) -> str:
+def section_of(name: str, page: Path) -> str:
     """Returns the tables, machine and picture of the last run of one benchmark."""
     folder = common.ROOT / "benchmarks" / name
     path = folder / "results.json"
@@ -42,8 +45,9 @@ def section_of(name: str) -> str:
         return "No results yet."
     results = json.loads(path.read_text())
     parts = [_load(folder / "main.py").tables(results), describe(results["machine"])]
-    if (folder / "results.png").exists():
-        parts.append(f"![{name}](../benchmarks/{name}/results.png)")
+    picture = folder / "results.png"
+    if picture.exists():
+        parts.append(f"![{name}]({os.path.relpath(picture, page.parent)})")
     return "\n\n".join(parts)
 
 
@@ -78,7 +82,7 @@ def write(page: Path, names: Sequence[str]) -> None:
         between = re.compile(f"{begin}.*?{end}", re.DOTALL)
         if not between.search(text):
             sys.exit(f"page: no markers of {name!r} in {page}")
-        section = f"{begin}{section_of(name)}\n{end}"
+        section = f"{begin}{section_of(name, page)}\n{end}"
         text = between.sub(lambda _, section=section: section, text)
     page.write_text(text)
 

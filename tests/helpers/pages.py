@@ -32,7 +32,7 @@ class Snippet:
       line: number of its first line.
       kind: `python` runs, or is written to a file if it has a title; `py` is a fragment; `console`
         shows commands and their output; `sh` and `bash` are commands that no test runs.
-      title: name of a file; empty without one.
+      title: name of a file, or what commands need that no test runs; empty without one.
       body: the text.
     """
 

@@ -456,13 +456,13 @@ def test_measured_times_are_compared_with_the_model() -> None:
 def test_tables_are_written_between_the_markers_of_the_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "docs").mkdir()
     written = tmp_path / "docs/benchmarks.md"
     for name in page.PAGES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     for name in [name for names in page.PAGES.values() for name in names]:
         folder = tmp_path / "benchmarks" / name
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "main.py").write_bytes((ROOT / "benchmarks" / name / "main.py").read_bytes())
     results = tmp_path / "benchmarks/allreduce/results.json"
     results.write_text(json.dumps(ALLREDUCE))
@@ -474,7 +474,8 @@ def test_tables_are_written_between_the_markers_of_the_page(
     section = once.partition("<!-- allreduce -->\n")[2].partition("<!-- end of allreduce -->")[0]
     assert "| hostopt grpc+tcp | 0.50 | 1.00 |" in section
     assert "*2026-01-02: a processor, 2 cores, 4 GiB; Python 3.11.7, numpy 1.26.4.*" in section
-    assert "<!-- model -->\nNo results yet.\n<!-- end of model -->" in once
+    other = (tmp_path / "benchmarks/model/README.md").read_text()
+    assert "<!-- model -->\nNo results yet.\n<!-- end of model -->" in other
 
 
 # --- progress ---------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the files that the pages name, and with `hostopt` and `python` in `bin`."""
     made = tmp_path_factory.mktemp("docs")
     (made / "main.py").write_bytes((ROOT / "examples/minimal/main.py").read_bytes())
+    (made / "examples").symlink_to(ROOT / "examples")
     for snippet in SNIPPETS:
-        if snippet.title:
+        if snippet.title and snippet.kind == "python":
             (made / snippet.title).write_text(snippet.body)
     (made / "bin").mkdir()
     for name, arguments in {"hostopt": "-m hostopt", "python": ""}.items():

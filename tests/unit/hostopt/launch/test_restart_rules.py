@@ -1,4 +1,4 @@
-"""Random runs of the launcher, compared with a model of the rules in docs/reliability.md."""
+"""Random runs of the launcher, compared with a model of the rules in docs/recovery.md."""
 
 from __future__ import annotations
 
