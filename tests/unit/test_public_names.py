@@ -42,7 +42,7 @@ def described(name: str, value: Any) -> Iterator[str]:
     if not inspect.isclass(value) or not is_own(value):
         return
     page = (ROOT / "docs/api/hostopt.md").read_text()
-    hidden = json.loads(re.findall(r"filters: (\[.*\])", page)[0])  # from the API reference
+    hidden = json.loads(re.findall(r"filters: (\[[^]]*\])", page)[0])  # from the API reference
     for member, kind in vars(value).items():
         if any(re.search(pattern.lstrip("!"), member) for pattern in hidden):
             continue
