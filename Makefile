@@ -1,6 +1,7 @@
 # `make mnist` runs the example, `make test` all tests; each sets up its virtual environment.
 
-# TENSORFLOW=2.15 asks for that release; otherwise it is the newest for the Python at hand
+# TENSORFLOW=2.15 asks for that release, with the lowest versions that setup.cfg allows; otherwise
+# it is the newest for the Python at hand
 TENSORFLOW ?=
 SUFFIX := $(addprefix -,$(TENSORFLOW))
 # the first supported Python at hand
@@ -35,7 +36,7 @@ DOCS_STAMP := $(DOCS_VENV)/$(notdir $(STAMP))
 JOBS ?= 3
 PYTEST = -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: mnist style check test faults nightly release soak docs format clean
+.PHONY: mnist style check test faults nightly release soak dist docs format clean
 
 mnist: $(STAMP)
 	$(BIN)/hostopt run -np 2 --evaluators 1 -- $(BIN)/python examples/mnist/main.py \
@@ -63,8 +64,8 @@ faults: $(TEST_STAMP)
 nightly: $(NIGHT_STAMP) $(LAUNCHERS)
 	$(NIGHT_VENV)/bin/python $(PYTEST) --nightly --write-durations --ignore tests/release
 
-# all supported TensorFlows, for docs/compatibility.md; links between hosts that break, and Slurm,
-# as root with Debian's iproute2, munge and slurm-wlm
+# all supported TensorFlows, for docs/compatibility.md; the package on empty machines, links between
+# hosts that break, and Slurm, as root with Debian's iproute2, munge and slurm-wlm
 release: $(TEST_STAMP)
 	$(PYTHON) tests/release/matrix.py
 	$(BIN)/python -m pytest tests/release
@@ -74,6 +75,11 @@ release: $(TEST_STAMP)
 soak: SOAK_ARGS ?= --minutes 5
 soak: $(TEST_STAMP)
 	$(BIN)/python benchmarks/soak/main.py $(SOAK_ARGS)
+
+# the wheel and the source archive of the last commit
+dist: $(TEST_STAMP)
+	$(BIN)/python tests/release/build.py
+	$(BIN)/uv tool run twine check --strict dist/*
 
 # spelling, then the site in build/site; any warning is an error
 docs: export NO_MKDOCS_2_WARNING := 1
@@ -129,4 +135,4 @@ $(DOCS_STAMP): setup.cfg constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv* .launchers build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv* .launchers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -157,6 +157,8 @@ def _parser() -> argparse.ArgumentParser:
         "(hostopt run, mpirun, srun, or TF_CONFIG) its estimators train on all ranks.",
         allow_abbrev=False,
     )
+    version = f"hostopt {hostopt.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     parser.add_argument(
         "--auto-shard",
         choices=POLICIES,

@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 import warnings
 
-VERSION = "0.1.0"
+VERSION = "1.0.0rc1"
 # Versions that must be the same on all ranks, and versions that may differ.
 MUST_BE_SAME = ("hostopt",)
 MAY_DIFFER = ("python", "tensorflow")

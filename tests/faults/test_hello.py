@@ -14,8 +14,8 @@ def test_ranks_with_different_hostopt_versions(processes: NewRing) -> None:
         import hostopt
         hostopt.connect()
     """
-    started = [ring.start(rank, script, f"0.{rank + 1}.0") for rank in range(2)]
+    started = [ring.start(rank, script, f"1.0.0rc{rank + 1}") for rank in range(2)]
     for process in started:
         assert process.exit_code() == 78, process.stderr
-        result = f"{ring.name(0)} has hostopt 0.1.0, {ring.name(1)} has hostopt 0.2.0. Install "
+        result = f"{ring.name(0)} has hostopt 1.0.0rc1, {ring.name(1)} has hostopt 1.0.0rc2. "
         assert result in process.stderr

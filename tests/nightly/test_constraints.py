@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import configparser
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import uv
 from harness import ROOT
+
+LOWEST = ROOT / "constraints-2.15.txt"
 
 
 @pytest.mark.parametrize(
@@ -38,3 +42,16 @@ def test_the_constraints_resolve(
         resolved = [line for line in run.stdout.splitlines() if line[:1].isalnum()]
         assert resolved
         assert [line for line in resolved if line.split()[0] not in pinned] == []
+
+
+def test_tensorflow_2_15_runs_with_the_lowest_versions_of_all_others() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+    needed = [config["options"]["install_requires"], *map(extras.get, ("metrics", "mpi", "ray"))]
+    lowest = re.findall(r"^([\w-]+)[>=]=([\d.]+)", "\n".join(needed), re.MULTILINE)
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", LOWEST.read_text(), re.MULTILINE))
+    assert {name for name, _ in lowest} > {"grpcio", "tensorflow", "zlib-ng", "mpi4py", "ray"}
+    for name, version in lowest:
+        found = pinned[name.replace("_", "-")]
+        assert re.fullmatch(rf"{re.escape(version)}(\.0)*", found), f"{name}>={version}, {found}"

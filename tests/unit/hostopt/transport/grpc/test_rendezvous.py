@@ -42,12 +42,6 @@ def test_hello_has_the_documented_fields() -> None:
     assert documented["version"] == messages_of(1).build()["version"]
 
 
-def test_version_is_the_package_version() -> None:
-    result = re.search(r"^version = (.+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
-    assert result is not None
-    assert result[1] == versions.VERSION
-
-
 def test_equal_ranks_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
     messages_of(0).check(2, messages_of(2).build())
     messages_of(2).check(0, messages_of(0).build(to=2))
