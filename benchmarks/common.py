@@ -147,7 +147,7 @@ def hostopt_run(np: int, *command: object, options: Sequence[object] = ()) -> li
       *command: program and arguments of a rank.
       options: other arguments of `hostopt run`.
     """
-    return [sys.executable, "-m", "hostopt.cli", "run", "-np", np, *options, "--", *command]
+    return [sys.executable, "-m", "hostopt", "run", "-np", np, *options, "--", *command]
 
 
 def mpirun(np: int, *command: object) -> list[object]:

@@ -44,7 +44,7 @@ class Way:
         """Returns the command that starts `np` ranks on this machine."""
         if self.communication != "mpi":
             return common.hostopt_run(np, *command)
-        return common.mpirun(np, sys.executable, "-m", "hostopt.cli", "exec", "--", *command)
+        return common.mpirun(np, sys.executable, "-m", "hostopt", "exec", "--", *command)
 
     @contextmanager
     def environ(self) -> Iterator[dict[str, str]]:
@@ -104,7 +104,7 @@ def measure_hostopt(way: Way, np: int, sizes: list[int], repetitions: int) -> li
     """Times the all-reduces of hostopt once, with `hostopt bench`."""
     with tempfile.TemporaryDirectory() as directory, way.environ() as environ:
         path = Path(directory, "times.json")
-        command = [sys.executable, "-m", "hostopt.cli", "bench", "--quiet"]
+        command = [sys.executable, "-m", "hostopt", "bench", "--quiet"]
         command += ["--json", path, "--repetitions", repetitions, "--sizes", *sizes]
         common.run(way.command(np, *command), _TIMEOUT_S, environ)
         return bench.load(path)

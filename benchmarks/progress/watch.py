@@ -66,7 +66,7 @@ def status(parent: Path) -> bool:
     model_dir = find_model_dir(parent)
     if model_dir is None:
         return False
-    command = [sys.executable, "-m", "hostopt.cli", "status", str(model_dir)]
+    command = [sys.executable, "-m", "hostopt", "status", str(model_dir)]
     done = subprocess.run(command, check=False, capture_output=True, timeout=_TIMEOUT_S)
     return done.returncode == 0 and b"rank" in done.stdout
 

@@ -29,7 +29,7 @@ def measure(namespaces: dict[str, str], sizes: list[int], repetitions: int) -> d
     """Times all-reduces of ranks in these namespaces once; returns seconds by size."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "times.json")
-        command = [sys.executable, "-m", "hostopt.cli", "bench", "--quiet", "--json", path]
+        command = [sys.executable, "-m", "hostopt", "bench", "--quiet", "--json", path]
         command += ["--repetitions", repetitions, "--sizes", *sizes]
         environ = {**common.SAME_THREADS, "HOSTOPT_COMMUNICATION": "grpc+tcp"}
         network.run(namespaces, command, _TIMEOUT_S, environ)

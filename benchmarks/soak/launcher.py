@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.soak import notes
-from hostopt import cli
+from hostopt import __main__ as cli
 from hostopt.launch import launcher, restarts, task_group
 
 GRACE_S, KILL_S = 8.0, 1.0  # a rank takes seconds to exit if all cores are busy
