@@ -84,22 +84,21 @@ def check_python(snippets: list[Snippet], directory: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def check_console(snippets: list[Snippet], directory: Path) -> None:
-    for snippet in snippets:
-        for command, expected in commands_of(snippet):
-            done = run(["bash", "-c", command], directory, 100)
-            where = f"{snippet.page}:{snippet.line}: $ {command}\n{done.stdout}{done.stderr}"
-            assert matches(expected, done.stdout), where
-
-
 def test_python_snippets_run(directory: Path) -> None:
     check_python(run_all("python", False), directory)
 
 
-def test_consoles_show_what_commands_print(directory: Path) -> None:
-    check_console(run_all("console", False), directory)
-
-
-def test_snippets_with_tensorflow_run(directory: Path) -> None:
+def test_python_snippets_with_tensorflow_run(directory: Path) -> None:
     check_python(run_all("python", True), directory)
-    check_console(run_all("console", True), directory)
+
+
+# in the order of the pages: a later one may resume what an earlier one has trained
+@pytest.mark.parametrize(
+    "snippet",
+    [*run_all("console", False), *run_all("console", True)],
+    ids=lambda snippet: f"{snippet.page}:{snippet.line}",
+)
+def test_a_console_shows_what_its_commands_print(snippet: Snippet, directory: Path) -> None:
+    for command, expected in commands_of(snippet):
+        done = run(["bash", "-c", command], directory, 100)
+        assert matches(expected, done.stdout), f"$ {command}\n{done.stdout}{done.stderr}"
