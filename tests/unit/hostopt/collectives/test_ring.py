@@ -120,7 +120,11 @@ def test_chunks_in_place_have_the_bits_of_an_all_reduce(
 
     def work(communicator: Communicator) -> None:
         values = np.random.default_rng(communicator.rank).normal(size=length).astype(np.float32)
-        check_chunks(communicator, values, wire_format)
+        hosts = communicator.hosts
+        is_even = hosts is None or len({len(host) for host in hosts.groups}) == 1
+        assert chunks.has_chunks(communicator) is is_even
+        if is_even:
+            check_chunks(communicator, values, wire_format)
 
     spawn(size, work, segment_bytes=4096)
 
@@ -241,7 +245,7 @@ def test_bytes_on_the_wire(spawn_ring: Spawn, size: int) -> None:
         return counts
 
     header_bytes = 0 if spawn_ring.transport == "inproc" else 64
-    for counts in spawn_ring(size, work, segment_bytes=segment_bytes):
+    for counts in spawn_ring(size, work, segment_bytes=segment_bytes, streams=1):
         for (messages, payload, headers), rounds in zip(
             counts, [2 * (size - 1), size - 1, size - 1]
         ):
