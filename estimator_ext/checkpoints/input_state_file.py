@@ -34,7 +34,7 @@ from estimator_ext.checkpoints.file_errors import cause, replace_file
 SUFFIX = ".input"
 _VERSION = 2
 _FORMAT = b"hostopt input %d\n" % _VERSION
-_ANY_FORMAT = re.compile(rb"hostopt input (\d+)\n")
+_ANY_FORMAT = re.compile(rb"hostopt input ([1-9]\d*)\n")
 _NUMBER_BYTES = 8
 _PREFIX_BYTES = len(_FORMAT) + _NUMBER_BYTES + hashlib.sha256().digest_size
 

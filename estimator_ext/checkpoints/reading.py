@@ -160,8 +160,13 @@ def check_newest(model_dir: str, restore_previous: bool) -> None:
         return
     except hostopt.CheckpointError as error:
         damage = error
+    if path is not None:
+        input_state_file.check_format(path)
     paths = _list(model_dir, like=path)
-    intact = next(filter(_can_resume_from, paths), None)
+    try:
+        intact = next(filter(_can_resume_from, paths), None)
+    except hostopt.CheckpointError as error:
+        raise hostopt.CheckpointError(f"{damage}. {error}") from error
     if intact is None:
         raise hostopt.CheckpointError(
             f"{damage}. No other checkpoint in {model_dir} is intact: give another model_dir, or "

@@ -247,8 +247,8 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         scope = _io_errors_of(self._train_distribution, self._model_dir)
         if self._evaluators is not None:
             steps = self._evaluators.local_steps(steps)
-            newest = checkpoint_path or self.latest_checkpoint()
-            scope = self._evaluators.evaluation(newest, self._model_dir)
+            checkpoint_path = checkpoint_path or self.latest_checkpoint()
+            scope = self._evaluators.evaluation(checkpoint_path, self._model_dir)
         with scope:
             metrics = super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
         return write_evaluation(metrics, name)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import uv
 from harness import QUIET, ROOT, deadline_s
+from legacy_sets import SAVED_BY
 from release.matrix import find_python
 
 from hostopt.versions import VERSION
@@ -107,6 +108,12 @@ def test_the_index_accepts_the_metadata(dist: Path) -> None:
 def test_the_changelog_begins_with_the_version() -> None:
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[:2] == ["Unreleased", VERSION]
+
+
+def test_later_versions_find_checkpoints_of_this_one() -> None:
+    files = [Path(name) for name in tracked(f"tests/data/legacy/{VERSION}")]
+    saved = {(path.parts[4], path.parts[5]) for path in files if path.suffix == ".index"}
+    assert saved == {(tensorflow, case) for tensorflow in ("2.15", "2.21") for case in SAVED_BY}
 
 
 # --- installed --------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ A parameter with a default is written `name=`. Those after `*` are given by name
 from __future__ import annotations
 
 import ast
+import collections
 import difflib
 import enum
 import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,20 @@ def declared(module: str) -> Iterator[str]:
             yield from declared(imported[ast.unparse(node.value).partition(".")[0]])
 
 
-def described(name: str, value: Any) -> Iterator[str]:
-    """The lines of a public name and, for a class, those of its own public members."""
+def described(name: str, value: Any, public: Collection[int]) -> Iterator[str]:
+    """The lines of a public name and, for a class, those of its public members.
+
+    A class has the members of its bases, too, if these are ours and not public themselves.
+    """
     yield name + parameters(value)
     if not inspect.isclass(value) or not is_own(value):
         return
-    page = (ROOT / "docs/api/hostopt.md").read_text()
-    hidden = json.loads(re.findall(r"filters: (\[[^]]*\])", page)[0])  # from the API reference
-    for member, kind in vars(value).items():
+    hidden = ["^_", "^on_(epoch|train)_"]  # those that Keras calls
+    if name.count(".") == 1 and name.startswith("hostopt."):  # as in the API reference
+        page = (ROOT / "docs/api/hostopt.md").read_text()
+        hidden = json.loads(re.findall(r"filters: (\[[^]]*\])", page)[0])
+    bases = [each for each in value.__mro__[1:] if is_own(each) and id(each) not in public]
+    for member, kind in collections.ChainMap(*map(dict, map(vars, [value, *bases]))).items():
         if any(re.search(pattern.lstrip("!"), member) for pattern in hidden):
             continue
         if isinstance(kind, property) or inspect.isroutine(getattr(value, member)):
@@ -68,7 +75,7 @@ def is_own(value: Any) -> bool:
 
 
 def test_the_public_names_and_parameters_are_those_of_the_snapshot() -> None:
-    actual: list[str] = []
+    values: dict[str, Any] = {}
     names_only: list[str] = []
     for file in FILES:
         is_private = file.rpartition(".")[2].startswith("_")
@@ -78,8 +85,9 @@ def test_the_public_names_and_parameters_are_those_of_the_snapshot() -> None:
         except (ImportError, hostopt.ConfigError):  # Ray or Keras 3 is absent
             names_only += names
             continue
-        for full, name in names.items():
-            actual += described(full, getattr(module, name))
+        values.update({full: getattr(module, name) for full, name in names.items()})
+    public = {id(value) for value in values.values()}
+    actual = [line for name, value in values.items() for line in described(name, value, public)]
     listed = []
     for line in SNAPSHOT.read_text().splitlines():
         name = line.partition("(")[0]

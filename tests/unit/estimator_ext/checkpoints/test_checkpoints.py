@@ -136,6 +136,32 @@ def test_a_state_of_a_later_release_is_not_passed_over(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("restore_previous", [False, True])
+def test_damage_is_named_beside_the_format_of_an_earlier_checkpoint(
+    tmp_path: Path, restore_previous: bool
+) -> None:
+    save(tmp_path)
+    cut(tmp_path / f"model.ckpt-15.{DATA}")
+    path = tmp_path / "model.ckpt-10.input"
+    path.write_bytes(path.read_bytes().replace(b"hostopt input 2", b"hostopt input 1"))
+    wanted = rf"cannot read \S+ckpt-15\.{DATA[:4]}.*ckpt-10\.input, .* has format 1"
+    with pytest.raises(hostopt.CheckpointError, match=wanted):
+        check_newest(str(tmp_path), restore_previous)
+
+
+def test_a_state_of_another_release_elsewhere_is_not_passed_over(tmp_path: Path) -> None:
+    save(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in tmp_path.glob("model.ckpt-15.*"):
+        path.rename(other / path.name)
+    path = other / "model.ckpt-15.input"
+    path.write_bytes(path.read_bytes().replace(b"hostopt input 2", b"hostopt input 3"))
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "other/model.ckpt-15"\n')
+    with pytest.raises(hostopt.CheckpointError, match=r"has format 3.* Resume with the release"):
+        check_newest(str(tmp_path), restore_previous=True)
+
+
 def test_ranks_wait_while_rank_0_reads_the_newest_checkpoint(
     spawn_grpc: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
