@@ -276,8 +276,8 @@ class HostOffloadExtended(_RankExtended):
         if self._size > 1:
             raise hostopt.ConfigError(
                 "tf.estimator.Estimator cannot train with a HostOffloadStrategy of "
-                f"{self._size} ranks. Use estimator_ext.Estimator, which takes "
-                "the same arguments; a canned estimator has them as model_fn and config"
+                f"{self._size} ranks. Use estimator_ext.Estimator, estimator_ext.adopt(estimator) "
+                "for a canned one, or start the program with python -m estimator_ext"
             )
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:

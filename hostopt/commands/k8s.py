@@ -53,8 +53,8 @@ def add(commands: Any) -> None:
         type=number(0, MAX_TIMES),
         default=5,
         metavar="R",
-        help="restarts of each pod after a failure that may be temporary; not limited in a TFJob "
-        "(default: 5)",
+        help="restarts for each pod, of all pods together, after failures that may be temporary; "
+        "not limited in a TFJob (default: 5)",
     )
     parser.add_argument(
         "--limit",

@@ -276,7 +276,9 @@ class Ring(Group):
         attempt = self._restarts.used + (delay_s is None)
         text = f"attempt {attempt} of {attempts} failed; root cause: {decision.reason}"
         if delay_s is None:
-            why = "giving up" if decision.retry else "a restart would fail the same way"
+            why = "a restart would fail the same way"
+            if decision.retry:
+                why = "no restart is left" if attempts > 1 else "--max-restarts allows restarts"
             _LOG.error("%s; %s", text, why)
             return
         if decision.cause:

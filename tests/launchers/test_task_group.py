@@ -69,7 +69,9 @@ def test_each_attempt_has_new_ports(launcher: Launcher) -> None:
 def test_the_last_attempt_determines_the_root_cause(launcher: Launcher) -> None:
     command = by_plan({0: [200] * 9, 1: [-signal.SIGKILL] * 9, 2: [200] * 9})
     _, err = launcher.ended("-np", "3", "--max-restarts", "2", *command, code=128 + signal.SIGKILL)
-    last = "attempt 3 of 3 failed; root cause: worker:0: exit code 137 (SIGKILL); giving up"
+    last = (
+        "attempt 3 of 3 failed; root cause: worker:0: exit code 137 (SIGKILL); no restart is left"
+    )
     assert f"hostopt: {last}" in err.splitlines()
     assert [attempts(launcher, slot) for slot in range(3)] == [3, 3, 3]
 

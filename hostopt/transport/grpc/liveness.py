@@ -185,7 +185,7 @@ class Liveness:
         lost = f"connection between {between}" if between else cluster.describe(peer)
         return PeerLostError(
             f"{cluster.describe(peer)} lost{at}: {reason}. Found by {cluster.describe(rank)}. "
-            f"Check the output of rank {peer}, then run the same command again",
+            f"Check the output of rank {peer}",
             **attributes,
             root_cause=f"{lost} lost",
         )
