@@ -19,6 +19,7 @@ from statuses import Holder
 from hostopt.errors import PeerLostError
 from hostopt.options import Options
 from hostopt.transport.grpc import observer
+from hostopt.versions import VERSION
 
 
 def run_status(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -244,6 +245,7 @@ def test_a_training_under_the_launcher(launcher: Launcher, tmp_path: Path) -> No
 
     until(is_stuck, "step 7", 60.0)
     assert results[-1].returncode == 0, results[-1].stderr
-    assert re.search(r"^0 +chief:0 .* 0\.1\.0 +2\.\d+\.\d+ ", results[-1].stdout, re.MULTILINE)
+    versions = rf"{re.escape(VERSION)} +2\.\d+\.\d+"
+    assert re.search(rf"^0 +chief:0 .* {versions} ", results[-1].stdout, re.MULTILINE)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
