@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 
-# the two that readers ask for first, and those of a page about their subject
+# the overview has two, and some have a page about their subject
 PAGES = {
     "docs/benchmarks.md": ("allreduce", "mnist_scaling"),
     "docs/watching.md": ("progress",),
     "docs/data_workers.md": ("data_workers",),
 }
-# the others beside their description
+# all others are beside their description
 for _name in (
     "api",
     "embedding",

@@ -91,8 +91,8 @@ def write(checkpoint: str, attributes: dict[str, Any], states: Sequence[bytes]) 
 def read(checkpoint: str) -> Packed | None:
     """Reads what `write` wrote; needs twice the memory of the file.
 
-    Returns None if there is no such file, and raises a CheckpointError if it is damaged, or of
-    another release.
+    Returns None if there is no such file, and raises a CheckpointError if it is damaged or has the
+    format of another release.
     """
     path = f"{checkpoint}{SUFFIX}"
     check_format(checkpoint)

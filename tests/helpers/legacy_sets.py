@@ -1,6 +1,6 @@
 """Checkpoints of released versions, below tests/data/legacy/VERSION/TENSORFLOW.
 
-Write those of this version, once with each TensorFlow that .ci/run tests:
+This writes those of the present version. Run it once with each TensorFlow that .ci/run tests:
 
     python tests/helpers/legacy_sets.py
 """

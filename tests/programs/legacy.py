@@ -67,7 +67,7 @@ def input_fn(input_context: Any, name: str) -> tf.data.Dataset:
 
 
 class Note:
-    """What a training does, for the tests."""
+    """Records the elements that a rank computes with."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.directory, self.rank = directory, rank

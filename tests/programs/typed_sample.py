@@ -19,7 +19,7 @@ Features = dict[str, tf.Tensor]
 
 
 class Model:
-    """What is kept of a model."""
+    """A model with one variable."""
 
     weights: tf.Variable
 

@@ -34,7 +34,7 @@ def instructions() -> Iterator[tuple[str, str]]:
 
 
 class Stage:
-    """What a stage of the image has beside the files of this machine: an environment of Python."""
+    """A stage of the image: the files of this machine, and an environment of Python."""
 
     def __init__(self, path: Path, python: str) -> None:
         self._path, self._user, self._directory = path, "root", "/"

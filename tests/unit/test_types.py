@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run_python
 from modules import FILES
 
 LINES = (ROOT / "tests" / "unit" / "public_names.txt").read_text().splitlines()
@@ -24,17 +21,9 @@ def check(directory: Path, *programs: Path) -> str:
     config.write_text(CONFIG)
     # kept, as the first run takes 10 s, and others take 1 s
     cache = ROOT / ".mypy_cache" / "of_programs"
-    environ = {name: value for name, value in os.environ.items() if name != "MYPYPATH"}
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "mypy", "--config-file", config, "--cache-dir", cache),
-            *programs,
-        ],
-        check=False,
-        cwd=directory,
-        env=environ,
-        capture_output=True,
-        text=True,
+    options = ("--config-file", config, "--cache-dir", cache)
+    result = run_python(
+        "-m", "mypy", *options, *programs, code=None, cwd=directory, without="MYPYPATH"
     )
     assert result.stderr == ""
     return result.stdout
