@@ -22,10 +22,13 @@ from estimator_ext.compat.tensorflow_1 import (
 )
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.sharding import POLICIES
+from hostopt import process_ring
 from hostopt.adapters.discover import set_tf_config
 from hostopt.connect import exit_in_one_line, original_of
 
 _log = tf.get_logger()
+
+_AUTO_SHARD = "data"
 
 # A name that the module `tensorflow`, or one in it, does not have: `train` and `Optimizer`.
 _REMOVED = r"module 'tensorflow(?:\._api\.v2)?(?:\.([\w.]+))?' has no attribute '(\w+)'"
@@ -37,6 +40,11 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     if not (options.module or options.script):
         parser.error("no program to run: give a SCRIPT, or -m and a MODULE")
+    if options.hvd and (options.loss or options.auto_shard != _AUTO_SHARD):
+        parser.error(
+            "--hvd is for programs that divide their data and reduce by themselves: leave "
+            "out --auto-shard and --loss"
+        )
     if options.script and not os.path.exists(options.script[0]):
         parser.error(f"{options.script[0]!r} does not exist: give the path of a program")
     try:
@@ -44,13 +52,17 @@ def main(argv: Sequence[str]) -> None:
         if hostopt.Cluster.from_tf_config().size > 1:
             _fix_order_of_sets(argv)
         is_v1 = options.v1 or _is_of_tensorflow_1(options)
-        ranks = prepare_program(options.auto_shard, options.loss, is_v1)
-        ranks.join()
+        ranks = prepare_program(options.auto_shard, options.loss, is_v1, options.hvd)
+        if not options.hvd:
+            ranks.find()
     except hostopt.HostOptError as error:
         exit_in_one_line(error)
     try:
         _run(options)
-        _check_used(ranks)
+        if options.hvd:
+            _check_joined()
+        else:
+            _check_used(ranks)
     except Exception as error:
         refusal = _refusal(error)
         if refusal is None:
@@ -78,11 +90,20 @@ def _is_of_tensorflow_1(options: argparse.Namespace) -> bool:
 def _check_used(ranks: Ranks) -> None:
     if ranks.are_used:
         return
-    strategy = ranks.join()  # the program may have set TF_CONFIG, and never asked for it
-    if strategy is not None and strategy.cluster.size > 1:
+    cluster = ranks.find()  # the program may have set TF_CONFIG, and never asked for it
+    if cluster is not None and cluster.size > 1:
         raise UnsupportedError(
-            f"the program created no estimator: each of {strategy.cluster.size} processes ran it "
+            f"the program created no estimator: each of {cluster.size} processes ran it "
             "independently. Run it in one process"
+        )
+
+
+def _check_joined() -> None:
+    size = hostopt.Cluster.from_tf_config().size
+    if size > 1 and not process_ring.has_joined():
+        raise UnsupportedError(
+            f"the program never called hvd.init(): each of {size} processes ran it independently. "
+            "Leave out --hvd, or run it in one process"
         )
 
 
@@ -108,6 +129,8 @@ def _refusal(error: Exception) -> hostopt.ConfigError | None:
         return original
     # or else the program may use what TensorFlow removed
     if isinstance(error, ImportError):
+        if (error.name or "").partition(".")[0] in ("horovod", "smdistributed"):
+            return _missing_from_horovod(error.name or "")
         name = _missing_from_contrib(error)
         return missing(name) if name else None
     # AutoGraph raises another error, whose text contains that of the error and the line
@@ -133,6 +156,18 @@ def _strategy_of_tensorflow_1(argument: str) -> UnsupportedError:
     )
 
 
+def _missing_from_horovod(name: str) -> UnsupportedError:
+    if "horovod" in sys.modules:
+        return UnsupportedError(
+            f"the program imports {name}, which hostopt does not have. Remove the code that needs "
+            "it"
+        )
+    return UnsupportedError(
+        f"the program imports {name}, which is not installed. Run it with "
+        "python -m estimator_ext --hvd, which has most of its names"
+    )
+
+
 def _needs_tensorflow_1(name: str) -> UnsupportedError:
     return UnsupportedError(
         f"the program uses {name}, which only TensorFlow 1 has. Run it with "
@@ -151,7 +186,7 @@ def _missing_from_contrib(error: ImportError) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m estimator_ext",
-        usage="python -m estimator_ext [--v1] [--auto-shard POLICY] [--loss KIND] "
+        usage="python -m estimator_ext [--v1] [--hvd] [--auto-shard POLICY] [--loss KIND] "
         "SCRIPT|-m MODULE [args ...]",
         description="Run an unmodified program that was written for tf.estimator. In a cluster "
         "(hostopt run, mpirun, srun, or TF_CONFIG) its estimators train on all ranks.",
@@ -162,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--auto-shard",
         choices=POLICIES,
-        default="data",
+        default=_AUTO_SHARD,
         help="how TensorFlow shards datasets over the ranks if input_fn has no argument "
         "input_context (default: data)",
     )
@@ -177,6 +212,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="for programs of TensorFlow 1: `import tensorflow` imports tensorflow.compat.v1, "
         "with the behavior of TensorFlow 1 (default: if the program surely uses such a name)",
+    )
+    parser.add_argument(
+        "--hvd",
+        action="store_true",
+        help="for programs of Horovod or SageMaker's library: `import horovod.tensorflow` and "
+        "`import smdistributed.dataparallel.tensorflow` import hostopt.tensorflow",
     )
     remainder = argparse.REMAINDER
     parser.add_argument(

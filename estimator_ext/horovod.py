@@ -10,6 +10,7 @@ from estimator_ext.compat.compat import install
 from hostopt.tensorflow import *  # noqa: F403 - the same names
 from hostopt.tensorflow.refusals import missing_attribute
 
+__path__: list[str] = []  # a package, as `horovod.tensorflow` is
 __getattr__ = missing_attribute(__name__)
 
 install()

@@ -99,6 +99,11 @@ def is_initialized() -> bool:
     return bool(_joined)
 
 
+def has_joined() -> bool:
+    """Returns True if this process has called `init`, also after `shutdown`."""
+    return _close_at_exit.cache_info().currsize > 0
+
+
 def current() -> ProcessRing:
     """Returns the ring of this process."""
     if not _joined:

@@ -20,13 +20,15 @@ import hostopt
 from estimator_ext import _tf_estimator, tpu
 from estimator_ext.checkpoints.model_dir_lock import training_without_ring
 from estimator_ext.compat.atomic_files import write_atomically
-from estimator_ext.compat.compat import install, use_v1_api
+from estimator_ext.compat.compat import install, serve_horovod, use_v1_api
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator.estimator import HostOffloadEstimator, adopt
 from estimator_ext.estimator.run_config import adopt_cluster
 from estimator_ext.estimator.training import train_and_evaluate
 from estimator_ext.strategy.strategy import HostOffloadStrategy, StrategyOfRanks
 from hostopt.launch.environment import tf_config_of
+
+_log = tf.get_logger()
 
 _APIS = (tf.distribute, tf.compat.v1.distribute)
 _PARAMETER_SERVERS = tuple(api.experimental.ParameterServerStrategy for api in _APIS)
@@ -46,11 +48,13 @@ class Ranks:
     def __init__(self, auto_shard: str, loss_is: str = "") -> None:
         self._options = auto_shard, loss_is
         self._strategy: StrategyOfRanks | None = None
+        self._cluster: hostopt.Cluster | None = None
+        self._config = ""  # its TF_CONFIG
         self._unused = [state() for state, _ in _GENERATORS]
         self.are_used = False  # by an estimator or a strategy of the program
 
-    def join(self, resolver: Any = None) -> StrategyOfRanks | None:
-        """Returns the strategy of the cluster that this process belongs to, or None.
+    def find(self, resolver: Any = None) -> hostopt.Cluster | None:
+        """Returns the cluster that this process belongs to, or None.
 
         A cluster is never left: a program that unsets TF_CONFIG still trains with the others.
 
@@ -64,18 +68,31 @@ class Ranks:
                 jobs, task = resolver.cluster_spec().as_dict(), named.task
                 os.environ["TF_CONFIG"] = tf_config_of(jobs, (task.type, task.index))
         if named.task is None:
-            return self._strategy
-        if self._strategy is None:
-            self._strategy = StrategyOfRanks(*self._options)
+            return self._cluster
+        if self._cluster is None:
+            self._cluster = named
+            self._config = os.environ.get("TF_CONFIG", "")
             if named.size > 1:
                 self._act_as_one_process(named)
-        joined = self._strategy.cluster
+        joined = self._cluster
         if (named.rank, named.size) != (joined.rank, joined.size):
             raise UnsupportedError(
                 f"the program has changed TF_CONFIG: it names {named.task.name} of {named.size} "
                 f"ranks, but this process is {joined.task} of {joined.size}. Start as many "
                 "processes as the program names, or keep it from setting TF_CONFIG"
             )
+        return joined
+
+    def join(self, resolver: Any = None) -> StrategyOfRanks | None:
+        """Returns the strategy of the cluster that this process belongs to, or None.
+
+        It starts TensorFlow's devices, which programs configure before: so call it late.
+        """
+        if self.find(resolver) is not None and self._strategy is None:
+            present = os.environ.get("TF_CONFIG", "")  # which the program may have emptied
+            os.environ["TF_CONFIG"] = self._config
+            self._strategy = StrategyOfRanks(*self._options)
+            os.environ["TF_CONFIG"] = present
         return self._strategy
 
     def _act_as_one_process(self, cluster: hostopt.Cluster) -> None:
@@ -97,20 +114,24 @@ _GENERATORS: tuple[tuple[Callable[[], Any], Callable[[int], Any]], ...] = (
 )
 
 
-def prepare_program(auto_shard: str, loss_is: str, is_v1: bool) -> Ranks:
+def prepare_program(auto_shard: str, loss_is: str, is_v1: bool, reduces_itself: bool) -> Ranks:
     """Makes this process, and interpreters that it spawns, run a program of TensorFlow 2.15.
 
     Args:
       is_v1: True if `import tensorflow` imports the API of TensorFlow 1.
+      reduces_itself: True for a program that uses Horovod; its estimators remain the stock ones.
     """
     install(contrib=True)
     if is_v1:
         use_v1_api()
     ranks = Ranks(auto_shard, loss_is)
-    _replace_strategies(ranks)
-    _adopt_configurations(ranks)
-    _adopt_estimators(ranks)
-    call_in_children(prepare_program, auto_shard, loss_is, is_v1)
+    if reduces_itself:
+        serve_horovod()
+    else:
+        _replace_strategies(ranks)
+        _adopt_configurations(ranks)
+        _adopt_estimators(ranks)
+    call_in_children(prepare_program, auto_shard, loss_is, is_v1, reduces_itself)
     return ranks
 
 
@@ -151,9 +172,13 @@ def _adopt_configurations(ranks: Ranks) -> None:
             init(self, *arguments, **options)
             return
         fields = signature.bind(self, *arguments, **options).arguments
-        experimental = fields.get("experimental_distribute")
-        if getattr(experimental, "train_distribute", None) is None:
-            fields["train_distribute"] = fields.get("train_distribute") or strategy
+        experimental: Any = fields.get("experimental_distribute")
+        chosen = getattr(experimental, "train_distribute", None)
+        if chosen is None:
+            fields["train_distribute"] = _replaced(fields.get("train_distribute"), strategy)
+        else:
+            replaced = _replaced(chosen, strategy)
+            fields["experimental_distribute"] = experimental._replace(train_distribute=replaced)
         if fields.get("eval_distribute") is strategy:
             del fields["eval_distribute"]  # one process evaluates
         init(**fields)
@@ -205,20 +230,34 @@ def _adopt_estimators(ranks: Ranks) -> None:
     _tf_estimator.estimator_v1.tpu = tpu
 
 
-def _on_ranks(config: Any, strategy: HostOffloadStrategy) -> Any:
-    """Returns a copy of the configuration, with the strategy if it has none."""
+def _on_ranks(config: Any, strategy: StrategyOfRanks) -> Any:
+    """Returns a copy of the configuration, which trains on the ranks."""
     config = _tf_estimator.RunConfig() if config is None else copy.copy(config)
     if not isinstance(config, _tf_estimator.RunConfig):
         return config  # the stock class raises the error
-    if config.train_distribute is None:  # made before the program has set TF_CONFIG
-        config._train_distribute = strategy
-    chosen, size = config.train_distribute, strategy.cluster.size
-    if not isinstance(chosen, HostOffloadStrategy) and size > 1:
-        raise UnsupportedError(
-            f"the program trains with {type(chosen).__name__}, which supports one process, in a "
-            f"cluster of {size} ranks. Remove it: the ranks have a HostOffloadStrategy"
-        )
+    # it may be older than TF_CONFIG, or a strategy of the program
+    config._train_distribute = _replaced(config.train_distribute, strategy)
     return config
+
+
+def _replaced(chosen: Any, strategy: StrategyOfRanks) -> Any:
+    """Returns the strategy of the ranks, unless the program has chosen one that covers them.
+
+    A strategy of one replica has no effect on a training, so that of the ranks may replace it.
+    """
+    size = strategy.cluster.size
+    if chosen is None:
+        return strategy
+    if isinstance(chosen, HostOffloadStrategy) or size == 1:
+        return chosen
+    name, replicas = type(chosen).__name__, chosen.num_replicas_in_sync
+    if replicas > 1:
+        raise UnsupportedError(
+            f"the program trains with {name} on {replicas} devices of each process, in a cluster "
+            f"of {size} ranks. Let it use one device: start a rank for each"
+        )
+    _log.warning("the ranks train with HostOffloadStrategy instead of %s on one device", name)
+    return strategy
 
 
 def _train_and_evaluate(estimator: Any, train_spec: Any, eval_spec: Any) -> Any:

@@ -33,6 +33,16 @@ _MOVED = {
     "tensorflow.python.trackable.graph_view": "tensorflow.python.checkpoint.graph_view",
     "tf_keras.legacy_tf_layers": "tf_keras.src.legacy_tf_layers",
 }
+# Modules of Horovod and of SageMaker's library; the first one that is found counts.
+_HOROVOD = {
+    "horovod.keras": "hostopt.keras",
+    "horovod.tensorflow.compression": "hostopt.tensorflow.compression",
+    "horovod.tensorflow.keras": "hostopt.tensorflow.keras",
+    "horovod.tensorflow.mpi_ops": "estimator_ext.horovod",
+    "horovod.tensorflow": "estimator_ext.horovod",
+    "smdistributed.dataparallel.tensorflow.keras": "hostopt.tensorflow.keras",
+    "smdistributed.dataparallel.tensorflow": "estimator_ext.horovod",
+}
 _TF, _V1 = "tensorflow.python", "tensorflow.compat.v1"
 # Names that modules had, and the modules and attributes that they are now.
 _MOVED_NAMES = {
@@ -88,6 +98,21 @@ def use_v1_api() -> None:
     v1 = sys.modules["tensorflow.compat.v1"]
     v1.disable_v2_behavior()
     sys.modules["tensorflow"] = v1
+
+
+def serve_horovod() -> None:
+    """Makes imports of Horovod, and of SageMaker's library, find the same names of this package.
+
+    They do so also if these packages are installed.
+    """
+    _add_moved_modules()
+    _MOVED.update(_HOROVOD)
+    for name in ("horovod", "smdistributed", "smdistributed.dataparallel"):
+        package = sys.modules[name] = types.ModuleType(name)
+        package.__path__ = []
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, package)
 
 
 # -- names that have moved --------------------------------------------------------------------

@@ -33,7 +33,9 @@ KINDS = [
     "sum over the batch",
     "shuffled",
     "keras",
+    "mirrored",
     "of version 1",
+    "one device",
     "tpu",
 ]
 
@@ -125,12 +127,63 @@ def test_names_without_a_replacement_end_with_one_line(
     assert text in ran.stderr.splitlines()[-1]
 
 
-def test_a_strategy_of_one_process_is_refused_on_two(tmp_path: Path) -> None:
-    options = ["--batch-size", "8", "--kind", "mirrored", "--model-dir"]
-    run(1, PROGRAM, *options, str(tmp_path / "1"))
-    ran = run(2, PROGRAM, *options, str(tmp_path / "2"), code=78)
-    assert "trains with MirroredStrategy, which supports one process" in ran.stderr + ran.stdout
+def test_a_strategy_of_two_devices_is_refused_on_two_ranks(tmp_path: Path) -> None:
+    devices = (
+        "tf.config.set_logical_device_configuration(tf.config.list_physical_devices('CPU')[0]"
+    )
+    devices += ", [tf.config.LogicalDeviceConfiguration()] * 2)"
+    options = [PROGRAM, "--batch-size", "8", "--kind", "two devices", "--use", devices]
+    ran = run(2, *options, "--model-dir", str(tmp_path), code=78)
+    text = "trains with MirroredStrategy on 2 devices of each process, in a cluster of 2 ranks"
+    assert text in ran.stderr + ran.stdout
     assert "Traceback" not in ran.stderr + ran.stdout
+
+
+@pytest.mark.parametrize("program", ["hvd_estimator.py", "hvd_tape.py", "sdp_tape.py"])
+def test_programs_of_horovod_import_its_names(tmp_path: Path, program: str) -> None:
+    weights = []
+    for size in (1, 2):
+        directory = tmp_path / str(size)
+        directory.mkdir()
+        random = np.random.default_rng(0)
+        images = random.random((1280, 784), np.float32)
+        np.savez(directory / "data.npz", x=images, y=random.integers(0, 10, 1280))
+        run(size, "--hvd", str(PROGRAMS / program), str(directory))
+        weights += [dict(np.load(directory / f"weights-{rank}.npz")) for rank in range(size)]
+    alone, first, second = weights
+    for name, value in first.items():
+        assert np.array_equal(value, second[name]), name
+    assert set(alone) == set(first)
+
+
+HOROVOD = [
+    "horovod.keras",
+    "horovod.tensorflow.compression",
+    "horovod.tensorflow.keras.callbacks",
+    "smdistributed.dataparallel.tensorflow",
+]
+
+
+def test_a_program_of_horovod_without_the_option_or_without_init_is_refused(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(f"import {name}" for name in HOROVOD))
+    ran = run(1, str(program), code=78)
+    assert "imports horovod, which is not installed. Run it with" in ran.stderr
+    ran = run(2, "--hvd", str(program), code=78)
+    assert "the program never called hvd.init()" in ran.stdout + ran.stderr
+    program.write_text("import horovod.torch")
+    ran = run(1, "--hvd", str(program), code=78)
+    assert "imports horovod.torch, which hostopt does not have" in ran.stderr
+    ran = run(1, "--hvd", "--loss", "sum", str(program), code=2)
+    assert "leave out --auto-shard and --loss" in ran.stderr
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_program_configures_devices_first(tmp_path: Path, size: int) -> None:
+    run(size, str(PROGRAMS / "configures_devices.py"), str(tmp_path))
+    assert tf.train.load_variable(str(tmp_path), "global_step") == 3
 
 
 def test_a_program_without_estimators_is_refused_on_two(tmp_path: Path) -> None:

@@ -139,15 +139,19 @@ SUBCLASSES = {
 
 def make_estimator(kind, model_dir, batch_size):
     config = tf.estimator.RunConfig(model_dir, tf_random_seed=7)
-    if kind == "mirrored":
-        strategy = tf.distribute.MirroredStrategy()
+    if kind in ("mirrored", "one device", "two devices"):
+        strategy = {
+            "mirrored": tf.distribute.MirroredStrategy,
+            "one device": lambda: tf.distribute.OneDeviceStrategy("/cpu:0"),
+            "two devices": lambda: tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"]),
+        }[kind]()
         config = tf.estimator.RunConfig(model_dir, train_distribute=strategy)
     if kind == "multi worker":
         strategy = tf.distribute.experimental.MultiWorkerMirroredStrategy()
         config = tf.estimator.RunConfig(
             model_dir, train_distribute=strategy, eval_distribute=strategy
         )
-    if kind in ("custom", "mirrored", "multi worker", "shuffled"):
+    if kind in ("custom", "mirrored", "one device", "two devices", "multi worker", "shuffled"):
         return tf.estimator.Estimator(model_fn, config=config)
     if kind in ("shards by itself", "tensors of a constant"):
         return tf.estimator.Estimator(model_fn, config=config)
