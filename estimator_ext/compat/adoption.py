@@ -89,10 +89,13 @@ class Ranks:
         It starts TensorFlow's devices, which programs configure before: so call it late.
         """
         if self.find(resolver) is not None and self._strategy is None:
-            present = os.environ.get("TF_CONFIG", "")  # which the program may have emptied
+            present = os.environ.get("TF_CONFIG")  # the program may have changed or unset it
             os.environ["TF_CONFIG"] = self._config
             self._strategy = StrategyOfRanks(*self._options)
-            os.environ["TF_CONFIG"] = present
+            if present is None:
+                del os.environ["TF_CONFIG"]
+            else:
+                os.environ["TF_CONFIG"] = present
         return self._strategy
 
     def _act_as_one_process(self, cluster: hostopt.Cluster) -> None:
