@@ -9,9 +9,7 @@ BERT_DATA = (
     "-m estimator_ext -m bert.create_pretraining_data "
     "--flagfile={data}/create_pretraining_data.flags",
 )
-DEEPCTR = tuple(
-    "AFM AutoInt CCPM DCN DeepFEFM DeepFM FNN FiBiNET FwFM NFM PNN WDL xDeepFM".split()
-)
+DEEPCTR = "AFM AutoInt CCPM DCN DeepFEFM DeepFM FNN FiBiNET FwFM NFM PNN WDL xDeepFM"
 
 
 def bert(name: str, source: str, command: str, length: str, options: str = "") -> Program:
@@ -60,7 +58,7 @@ PROGRAMS = (
         "with_deepctr",
         "deepctr==0.9.4",
         "Apache-2.0",
-        models=tuple(f"{name}Estimator" for name in DEEPCTR),
+        models=tuple(f"{name}Estimator" for name in DEEPCTR.split()),
         # it adds penalties on rows of embeddings, with small factors, to a sum over the batch
         options="--loss sum",
     ),

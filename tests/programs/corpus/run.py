@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import os
 import re
@@ -24,14 +25,15 @@ from typing import Any
 
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[1] / "helpers")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness import QUIET, ROOT
 from programs.corpus import published, stock
 from programs.corpus.program import Program
 
 PROGRAMS = {each.name: each for each in (*published.PROGRAMS, *stock.PROGRAMS)}
+HERE = Path(__file__).resolve().parent
 STEPS = 20
 LIMIT_S = 600.0
 REFUSED = 78
@@ -256,9 +258,8 @@ def write_page(path: Path) -> None:
 
 
 def main() -> int:
-    import tensorflow as tf
-
-    release = tf.__version__.rpartition(".")[0]
+    version = importlib.metadata.version("tensorflow")
+    release = version.rpartition(".")[0]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--json", type=Path, default=HERE / f"results-{release}.json")
@@ -272,7 +273,7 @@ def main() -> int:
             surprises += bool(wrong)
             print(f"{name}: {result['seconds']} s, {wrong or result['ranks']}", flush=True)
             results["programs"][name] = result
-            results.update(tensorflow=tf.__version__, date=datetime.date.today().isoformat())
+            results.update(tensorflow=version, date=datetime.date.today().isoformat())
             args.json.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     if args.json.parent == HERE:
         write_page(max(HERE.glob("results-*.json")))

@@ -5,5 +5,47 @@ from __future__ import annotations
 from programs.corpus.program import Program
 
 ARGUMENTS = "--model-dir={model_dir} --batch-size={batch_size} --steps={steps}"
+SOURCES = {
+    "canned": "TensorFlow",
+    "wide_deep": "TensorFlow",
+    "ways": "own",
+}
 
-PROGRAMS = (Program("wide_deep", "TensorFlow", "Apache-2.0", f"wide_deep.py {ARGUMENTS}"),)
+
+def trains(script: str, *names: str, title: str = "", **fields: object) -> Program:
+    """Describes the programs of a script that has them by name."""
+    command = f"{script}.py {ARGUMENTS} --names {' '.join(names)}"
+    name = title or (script if len(names) > 1 else f"{script}.{names[0]}")
+    return Program(name, SOURCES[script], "Apache-2.0", command, names, **fields)  # type: ignore
+
+
+CANNED = (
+    "LinearClassifier LinearRegressor LinearEstimator DNNClassifier DNNRegressor DNNEstimator "
+    "DNNLinearCombinedRegressor DNNLinearCombinedEstimator BaselineClassifier BaselineRegressor "
+    "BaselineEstimator v1.LinearClassifier v1.DNNRegressor v1.DNNLinearCombinedClassifier "
+)
+WAYS = (
+    "deletes_model_dir deletes_model_dir_between_trainings trains_and_evaluates_in_turn "
+    "predicts_between_trainings exports_on_every_rank best_and_final_exporters starts_warm "
+    "writes_its_records hooks_with_sessions profiles init_fn_of_scaffold saves_and_logs_by_hooks"
+)
+
+# each in a process of its own
+ALONE = (
+    "trains_without_model_dir folds stops_early synchronizes_replicas alternates_tpu_estimators "
+    "keras_model unsets_tf_config sets_tf_config mirrored_strategy one_device_strategy "
+    "parameter_server_strategy multi_worker_strategy shards_its_data servers starts_workers "
+    "trains_in_a_child"
+)
+
+PROGRAMS = (
+    Program("wide_deep", "TensorFlow", "Apache-2.0", f"wide_deep.py {ARGUMENTS}"),
+    trains("canned", *CANNED.split()),
+    trains("canned", "RNNClassifier"),
+    trains("canned", "BoostedTreesClassifier"),
+    trains("canned", "BoostedTreesRegressor"),
+    trains("canned", "KMeans"),
+    trains("canned", "LinearSDCA"),
+    trains("ways", *WAYS.split()),
+    *(trains("ways", name) for name in ALONE.split()),
+)
