@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import json
+import multiprocessing
 import os
 import random
 import zlib
@@ -43,11 +44,16 @@ class Ranks:
     an estimator or a strategy for several workers.
     """
 
-    def __init__(self, auto_shard: str, loss_is: str = "") -> None:
+    def __init__(self, auto_shard: str, loss_is: str = "", used: Any = None) -> None:
         self._options = auto_shard, loss_is
+        self.used = used or multiprocessing.RawValue("b")  # shared with children
         self._strategy: StrategyOfRanks | None = None
         self._unused = [state() for state, _ in _GENERATORS]
-        self.are_used = False  # by an estimator or a strategy of the program
+
+    @property
+    def are_used(self) -> bool:
+        """True if an estimator or a strategy of the program, or of a child, has been created."""
+        return bool(self.used.value)
 
     def join(self, resolver: Any = None) -> StrategyOfRanks | None:
         """Returns the strategy of the cluster that this process belongs to, or None.
@@ -97,20 +103,21 @@ _GENERATORS: tuple[tuple[Callable[[], Any], Callable[[int], Any]], ...] = (
 )
 
 
-def prepare_program(auto_shard: str, loss_is: str, is_v1: bool) -> Ranks:
+def prepare_program(auto_shard: str, loss_is: str, is_v1: bool, used: Any = None) -> Ranks:
     """Makes this process, and interpreters that it spawns, run a program of TensorFlow 2.15.
 
     Args:
       is_v1: True if `import tensorflow` imports the API of TensorFlow 1.
+      used: that of the ranks of the process that has spawned this one.
     """
     install(contrib=True)
     if is_v1:
         use_v1_api()
-    ranks = Ranks(auto_shard, loss_is)
+    ranks = Ranks(auto_shard, loss_is, used)
     _replace_strategies(ranks)
     _adopt_configurations(ranks)
     _adopt_estimators(ranks)
-    call_in_children(prepare_program, auto_shard, loss_is, is_v1)
+    call_in_children(prepare_program, auto_shard, loss_is, is_v1, ranks.used)
     return ranks
 
 
@@ -129,7 +136,7 @@ def _replace_strategies(ranks: Ranks) -> None:
         strategy = ranks.join(*resolvers)
         if strategy is None:
             return object.__new__(kind)
-        ranks.are_used = True
+        ranks.used.value = True
         strategy.extended.reduces_at_backward = False  # the program knows of ranks
         return strategy  # of another class, so Python does not call __init__
 
@@ -185,7 +192,7 @@ def _adopt_estimators(ranks: Ranks) -> None:
         if strategy is not None:
             config = _on_ranks(config, strategy)
         init(self, model_fn, model_dir, config, params, warm_start_from)
-        ranks.are_used = True
+        ranks.used.value = True
         if strategy is not None and config.train_distribute is strategy:
             adopt(self)
 

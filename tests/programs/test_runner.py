@@ -396,7 +396,6 @@ if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=train)
     child.start()
     child.join()
-    unedited.make_estimator("custom", sys.argv[1], 8)
     sys.exit(child.exitcode)
 """
     )

@@ -72,6 +72,8 @@ def main():
         def input_fn(repeats=None, name=name, labels=labels):
             data = tf.data.Dataset.from_tensor_slices((features, labels))
             data = data.repeat(repeats).batch(args.batch_size, drop_remainder=True)
+            if name == "KMeans":
+                return data.map(lambda x, y: x)
             if "RNN" in name:
                 return data.map(lambda x, y: ({"words": tf.sparse.from_dense(x["words"])}, y))
             if "SDCA" in name:

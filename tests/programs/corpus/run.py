@@ -249,7 +249,7 @@ def _row(program: Program, result: dict[str, Any], wrong: str) -> str:
 def write_page(path: Path) -> None:
     """Writes the table of a file of results into docs/programs.md, and its counts into README."""
     text = table(json.loads(path.read_text()))
-    for page, part in ((PAGE, text), (README, re.findall(r"\*\*(.*?):", text)[0])):
+    for page, part in ((PAGE, text), (README, re.findall(r"\*\*(.*?),", text)[0])):
         begin, end = "<!-- corpus -->", "<!-- end of corpus -->"
         newline = "\n" if page == PAGE else ""
         between = re.compile(f"{begin}.*?{end}", re.DOTALL)

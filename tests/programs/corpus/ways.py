@@ -2,11 +2,8 @@
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import tensorflow as tf
@@ -142,7 +139,8 @@ def folds(way):
 
 
 def writes_its_records(way):
-    path = f"{way.model_dir}.tfrecord"
+    path = f"{way.model_dir}/rows.tfrecord"
+    tf.io.gfile.makedirs(way.model_dir)
     with tf.io.TFRecordWriter(path) as writer:
         for x, y in zip(X, Y):
             lists = {k: tf.train.FloatList(value=v) for k, v in (("x", x), ("y", y))}
@@ -174,7 +172,9 @@ def hooks_with_sessions(way):
 
 
 def profiles(way):
-    way.train(hooks=[v1.train.ProfilerHook(save_steps=10, output_dir=way.model_dir)])
+    with tf.Graph().as_default():
+        hook = v1.train.ProfilerHook(save_steps=10, output_dir=way.model_dir)
+    way.train(hooks=[hook])
 
 
 def stops_early(way):
@@ -208,6 +208,17 @@ def synchronizes_replicas(way):
         return v1.train.SyncReplicasOptimizer(adam, replicas_to_aggregate=1)
 
     way.train(optimizer=optimizer)
+
+
+def updates_by_hand(way):
+    class ByHand(v1.train.GradientDescentOptimizer):
+        def minimize(self, loss, step):
+            variables = v1.trainable_variables()
+            pairs = zip(variables, tf.gradients(loss, variables))
+            updates = [variable.assign_sub(0.1 * gradient) for variable, gradient in pairs]
+            return tf.group(step.assign_add(1), *updates)
+
+    way.train(optimizer=lambda: ByHand(0.1))
 
 
 def alternates_tpu_estimators(way):
@@ -294,36 +305,12 @@ def servers(way):
     server = v1.train.Server.create_local_server()
     with tf.Graph().as_default():
         step = v1.train.get_or_create_global_step()
+        increment = step.assign_add(1)
         with v1.train.MonitoredTrainingSession(server.target) as session:
-            session.run(step.assign_add(1))
+            session.run(increment)
 
 
-def starts_workers(way):
-    """It starts itself again, as the workers of a cluster of its own."""
-    cluster = {"worker": ["localhost:23456", "localhost:23457"]}
-    command = [sys.executable, *sys.argv[:1], "--names", "trains_as_worker"]
-    command += [f"--model-dir={way.model_dir}", f"--batch-size={way.batch_size}"]
-    started = []
-    for index in range(2):
-        config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
-        environ = {**os.environ, "TF_CONFIG": json.dumps(config)}
-        started.append(subprocess.Popen(command, env=environ))
-    sys.exit(max(process.wait(120) for process in started))
-
-
-def trains_as_worker(way):
-    way.train()
-
-
-def trains_in_a_child(way):
-    """Each training gets a process of its own, so that its memory is free afterwards."""
-    child = multiprocessing.get_context("spawn").Process(target=Way.train, args=(way,))
-    child.start()
-    child.join(120)
-    sys.exit(child.exitcode)
-
-
-def main():
+def main(programs):
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-dir", required=True)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -332,8 +319,8 @@ def main():
     args = parser.parse_args()
     for name in args.names:
         print("WAY", name, flush=True)
-        globals()[name](Way(f"{args.model_dir}/{name}", args.batch_size, args.steps))
+        programs[name](Way(f"{args.model_dir}/{name}", args.batch_size, args.steps))
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())
