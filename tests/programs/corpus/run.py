@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness import QUIET, ROOT
-from programs.corpus import published, stock
+from programs.corpus import published, sequences, stock
 from programs.corpus.program import Program
 
-PROGRAMS = {each.name: each for each in (*published.PROGRAMS, *stock.PROGRAMS)}
+PROGRAMS = {each.name: each for each in (*published.PROGRAMS, *stock.PROGRAMS, *sequences.PROGRAMS)}
 HERE = Path(__file__).resolve().parent
 STEPS = 20
 LIMIT_S = 600.0
@@ -99,9 +99,11 @@ def _run(program: Program, size: int, scratch: Path) -> tuple[int, str]:
         "model_dir": directory / "model",
         "batch_size": program.batch_size // (1 if program.is_global else size),
         "steps": STEPS,
+        "epochs": 1 / size,
         "data": data,
         "directory": directory,
         "examples": ROOT / "examples",
+        "here": HERE,
     }
     environ = {**os.environ, **QUIET, "RECORD_TO": str(directory)}
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
