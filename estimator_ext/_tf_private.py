@@ -38,6 +38,7 @@ from tensorflow.python.ops import (
     control_flow_util_v2,
     gen_dataset_ops,
     gradients_util,
+    lookup_ops,
     resource_variable_ops,
 )
 from tensorflow.python.training import saver
@@ -253,6 +254,12 @@ updating_replica = distribute_lib.get_update_replica_id  # None outside of updat
 create_mirrored_variable = distribute_utils.create_mirrored_variable
 VARIABLE_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING
 VARIABLE_POLICIES = distribute_utils.VARIABLE_POLICY_MAPPING
+
+
+# -- names that programs of TensorFlow 1 use ------------------------------------------------
+
+index_table_from_tensor = lookup_ops.index_table_from_tensor
+index_to_string_table_from_tensor = lookup_ops.index_to_string_table_from_tensor
 
 
 # -- graphs --------------------------------------------------------------------------------

@@ -73,7 +73,11 @@ def test_a_module_with_its_arguments(tmp_path: Path) -> None:
     ("kind", "use", "text"),
     [
         ("on a tpu", "", "use_tpu is True, but this TPUEstimator trains on CPU and GPU"),
-        ("custom", "tf.contrib.crf", "the program uses tf.contrib.crf, which TensorFlow removed"),
+        (
+            "custom",
+            "tf.contrib.nccl",
+            "the program uses tf.contrib.nccl, which TensorFlow removed",
+        ),
         (
             "custom",
             "tf.contrib.layers.no_such_layer",
@@ -81,8 +85,8 @@ def test_a_module_with_its_arguments(tmp_path: Path) -> None:
         ),
         (
             "custom",
-            "__import__('tensorflow.contrib.crf')",
-            "the program uses tf.contrib.crf, which TensorFlow removed",
+            "__import__('tensorflow.contrib.nccl')",
+            "the program uses tf.contrib.nccl, which TensorFlow removed. Remove it: gradients are",
         ),
         (
             "custom",
@@ -112,7 +116,7 @@ def test_a_module_with_its_arguments(tmp_path: Path) -> None:
         (
             "custom",
             "contrib_in_a_dataset()",
-            "the program uses tf.contrib.crf, which TensorFlow removed",
+            "the program uses tf.contrib.crf.decode, which TensorFlow removed",
         ),
     ],
 )
