@@ -19,6 +19,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext import _tf_estimator, tpu
+from estimator_ext._tf_private import interleave_in_order
 from estimator_ext.checkpoints.model_dir_lock import training_without_ring
 from estimator_ext.compat.atomic_files import write_atomically
 from estimator_ext.compat.compat import install, use_v1_api
@@ -91,6 +92,8 @@ class Ranks:
             if state() == unused:  # or else the program has seeded it
                 set_seed(seed)
         write_atomically(cluster.rank or 0)
+        if self._options[0] == "data":
+            interleave_in_order()
 
 
 def _state_of_numpy() -> str:  # of any bit generator

@@ -34,6 +34,8 @@ _TF, _V1 = "tensorflow.python", "tensorflow.compat.v1"
 _MOVED_NAMES = {
     f"{_TF}.feature_column.feature_column_lib:DenseFeatures": f"{_V1}:keras.layers.DenseFeatures",
     f"{_TF}.framework.ops:IndexedSlices": f"{_TF}.framework.indexed_slices:IndexedSlices",
+    f"{_TF}.framework.ops:register_tensor_conversion_function": f"{_TF}.framework."
+    "tensor_conversion_registry:register_tensor_conversion_function",
     f"{_TF}.framework.ops:Tensor": f"{_TF}.framework.tensor:Tensor",
     f"{_TF}.ops.array_ops:stack": f"{_TF}.ops.array_ops_stack:stack",
     f"{_TF}.ops.array_ops:unstack": f"{_TF}.ops.array_ops_stack:unstack",

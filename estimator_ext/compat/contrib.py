@@ -21,6 +21,7 @@ from estimator_ext.errors import UnsupportedError
 ROOT = "tensorflow.contrib"
 _TF, _V1, _OWN = "tensorflow.python", "tensorflow.compat.v1", "estimator_ext.compat"
 
+# The modules of _OWN import tensorflow.compat.v2, as `tensorflow` may be the API of TensorFlow 1.
 # For each module of tf.contrib, where its names are today: a module, a colon, and an attribute of
 # it that has them. The first one that has a name is used, and imported only then.
 _SOURCES: dict[str, tuple[str, ...]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
+import tensorflow.compat.v2 as tf
 
 LSTMStateTuple = tf.compat.v1.nn.rnn_cell.LSTMStateTuple
 
