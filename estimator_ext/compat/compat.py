@@ -24,6 +24,8 @@ _NESTED = {
 # Modules that have moved within TensorFlow.
 _MOVED = {
     "tensorflow.python.estimator": "tensorflow_estimator.python.estimator",
+    "tensorflow.python.tpu.tpu_config": "estimator_ext.tpu",
+    "tensorflow.python.tpu.tpu_estimator": "estimator_ext.tpu",
     "tensorflow.python.training.tracking": "tensorflow.python.trackable",
     # graph_view was also in that package, but has moved elsewhere
     "tensorflow.python.trackable.graph_view": "tensorflow.python.checkpoint.graph_view",

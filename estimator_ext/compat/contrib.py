@@ -21,9 +21,9 @@ from estimator_ext.errors import UnsupportedError
 ROOT = "tensorflow.contrib"
 _TF, _V1, _OWN = "tensorflow.python", "tensorflow.compat.v1", "estimator_ext.compat"
 
-# The modules of _OWN import tensorflow.compat.v2, as `tensorflow` may be the API of TensorFlow 1.
 # For each module of tf.contrib, where its names are today: a module, a colon, and an attribute of
-# it that has them. The first one that has a name is used, and imported only then.
+# it that has them. The first one that has a name is used, and imported only then. So modules of
+# _OWN import tensorflow.compat.v2: with --v1, `tensorflow` is the API of TensorFlow 1 by then.
 _SOURCES: dict[str, tuple[str, ...]] = {
     "autograph": (f"{_V1}:autograph",),
     "checkpoint": (f"{_V1}:train", f"{_TF}.trackable.data_structures:"),

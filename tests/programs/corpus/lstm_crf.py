@@ -67,6 +67,12 @@ def model_fn(features, labels, mode):
     )
     logits, transitions = network(vocabulary.lookup(words), lengths, len(tags))
     averages = tf.train.ExponentialMovingAverage(0.9)
+
+    def averaged(getter, name, *rest, **options):
+        variable = getter(name, *rest, **options)
+        average = averages.average(variable)
+        return variable if average is None else average
+
     if args.averages:
         update = averages.apply(tf.trainable_variables())
         if mode != tf.estimator.ModeKeys.TRAIN:
@@ -74,8 +80,7 @@ def model_fn(features, labels, mode):
                 vocabulary.lookup(words),
                 lengths,
                 len(tags),
-                lambda get, *names, **options: averages.average(get(*names, **options))
-                or get(*names, **options),
+                averaged,
             )
     predicted, _ = tf.contrib.crf.crf_decode(logits, transitions, lengths)
     if mode == tf.estimator.ModeKeys.PREDICT:

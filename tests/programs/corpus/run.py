@@ -32,7 +32,9 @@ from harness import QUIET, ROOT
 from programs.corpus import published, sequences, stock
 from programs.corpus.program import Program
 
-PROGRAMS = {each.name: each for each in (*published.PROGRAMS, *stock.PROGRAMS, *sequences.PROGRAMS)}
+PROGRAMS = {
+    each.name: each for each in (*published.PROGRAMS, *stock.PROGRAMS, *sequences.PROGRAMS)
+}
 HERE = Path(__file__).resolve().parent
 STEPS = 20
 LIMIT_S = 600.0

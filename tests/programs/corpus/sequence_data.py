@@ -63,7 +63,9 @@ for name, count in (("train", 640), ("dev", 32), ("test", 16)):
     (folder / f"{name}.text").write_text("".join(f"{' '.join(each)}\n" for each in sentences))
 (folder / "words.txt").write_text("\n".join(WORDS))
 (folder / "tags.txt").write_text("\n".join(["O", *sorted({*NAMES.values()})]))
-(folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+(folder / "vocab.txt").write_text(
+    "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])
+)
 (folder / "translation.txt").write_text("\n".join(["<blank>", "<s>", "</s>", *WORDS]))
 for batch_size in (16, 32):
     (folder / f"translation-{batch_size}.yml").write_text(TRANSLATION.format(batch_size))
