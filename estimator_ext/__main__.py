@@ -14,7 +14,8 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.compat.adoption import Ranks, prepare_program
-from estimator_ext.compat.compat import ROOT, install, missing
+from estimator_ext.compat.compat import install
+from estimator_ext.compat.contrib import ROOT, missing
 from estimator_ext.compat.tensorflow_1 import (
     file_of_module,
     is_in_tensorflow_1,
@@ -176,11 +177,13 @@ def _needs_tensorflow_1(name: str) -> UnsupportedError:
 
 
 def _missing_from_contrib(error: ImportError) -> str | None:
-    """Returns the module of tf.contrib that an import did not find."""
-    if not (error.name or "").startswith(ROOT):
+    """Returns the name in tf.contrib that an import did not find."""
+    module = error.name or ""
+    if not module.startswith(ROOT):
         return None
-    match = re.search(rf"cannot import name '(\w+)'|{ROOT}\.([\w.]+)", str(error))
-    return next(filter(None, match.groups())) if match else None
+    name = re.search(r"cannot import name '(\w+)'", str(error))
+    parts = [module[len(ROOT) + 1 :], name[1] if name else ""]
+    return ".".join(filter(None, parts))
 
 
 def _parser() -> argparse.ArgumentParser:

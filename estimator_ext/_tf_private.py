@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
 import warnings
 from collections import Counter
@@ -21,7 +22,7 @@ from tensorflow.core.framework.variable_pb2 import VariableDef
 from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.data.experimental.ops import distribute
-from tensorflow.python.data.ops import dataset_ops, iterator_ops
+from tensorflow.python.data.ops import dataset_ops, iterator_ops, readers
 from tensorflow.python.distribute import (
     distribute_lib,
     distribute_utils,
@@ -38,6 +39,7 @@ from tensorflow.python.ops import (
     control_flow_util_v2,
     gen_dataset_ops,
     gradients_util,
+    lookup_ops,
     resource_variable_ops,
 )
 from tensorflow.python.training import saver
@@ -255,6 +257,12 @@ VARIABLE_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING
 VARIABLE_POLICIES = distribute_utils.VARIABLE_POLICY_MAPPING
 
 
+# -- names that programs of TensorFlow 1 use ------------------------------------------------
+
+index_table_from_tensor = lookup_ops.index_table_from_tensor
+index_to_string_table_from_tensor = lookup_ops.index_to_string_table_from_tensor
+
+
 # -- graphs --------------------------------------------------------------------------------
 
 get_func_graph = control_flow_util_v2.get_func_graph  # a new copy, without static shapes
@@ -410,6 +418,19 @@ def loses_order(dataset: tf.data.Dataset) -> bool:
         return False
     nodes = tf.compat.v1.GraphDef.FromString(text.numpy()).node
     return any(node.attr["deterministic"].s == b"false" for node in nodes)
+
+
+def interleave_in_order() -> None:
+    """Makes `parallel_interleave` ignore `sloppy`, also in functions that datasets call."""
+    init = readers.ParallelInterleaveDataset.__init__
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def init_in_order(*arguments: Any, **options: Any) -> None:
+        fields = signature.bind(*arguments, **options).arguments
+        init(**{**fields, "sloppy": False})
+
+    readers.ParallelInterleaveDataset.__init__ = init_in_order
 
 
 def generator_state(dataset: tf.data.Dataset) -> Any:

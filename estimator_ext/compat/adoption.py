@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import json
+import multiprocessing
 import os
 import random
 import zlib
@@ -18,6 +19,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext import _tf_estimator, tpu
+from estimator_ext._tf_private import interleave_in_order
 from estimator_ext.checkpoints.model_dir_lock import training_without_ring
 from estimator_ext.compat.atomic_files import write_atomically
 from estimator_ext.compat.compat import install, serve_horovod, use_v1_api
@@ -45,13 +47,18 @@ class Ranks:
     an estimator or a strategy for several workers.
     """
 
-    def __init__(self, auto_shard: str, loss_is: str = "") -> None:
+    def __init__(self, auto_shard: str, loss_is: str = "", used: Any = None) -> None:
         self._options = auto_shard, loss_is
+        self.used = used or multiprocessing.RawValue("b")  # shared with children
         self._strategy: StrategyOfRanks | None = None
         self._cluster: hostopt.Cluster | None = None
         self._config = ""  # its TF_CONFIG
         self._unused = [state() for state, _ in _GENERATORS]
-        self.are_used = False  # by an estimator or a strategy of the program
+
+    @property
+    def are_used(self) -> bool:
+        """True if an estimator or a strategy of the program, or of a child, has been created."""
+        return bool(self.used.value)
 
     def find(self, resolver: Any = None) -> hostopt.Cluster | None:
         """Returns the cluster that this process belongs to, or None.
@@ -105,6 +112,8 @@ class Ranks:
             if state() == unused:  # or else the program has seeded it
                 set_seed(seed)
         write_atomically(cluster.rank or 0)
+        if self._options[0] == "data":
+            interleave_in_order()
 
 
 def _state_of_numpy() -> str:  # of any bit generator
@@ -117,24 +126,27 @@ _GENERATORS: tuple[tuple[Callable[[], Any], Callable[[int], Any]], ...] = (
 )
 
 
-def prepare_program(auto_shard: str, loss_is: str, is_v1: bool, reduces_itself: bool) -> Ranks:
+def prepare_program(
+    auto_shard: str, loss_is: str, is_v1: bool, reduces_itself: bool, used: Any = None
+) -> Ranks:
     """Makes this process, and interpreters that it spawns, run a program of TensorFlow 2.15.
 
     Args:
       is_v1: True if `import tensorflow` imports the API of TensorFlow 1.
       reduces_itself: True for a program that uses Horovod; its estimators remain the stock ones.
+      used: that of the ranks of the process that has spawned this one.
     """
     install(contrib=True)
     if is_v1:
         use_v1_api()
-    ranks = Ranks(auto_shard, loss_is)
+    ranks = Ranks(auto_shard, loss_is, used)
     if reduces_itself:
         serve_horovod()
     else:
         _replace_strategies(ranks)
         _adopt_configurations(ranks)
         _adopt_estimators(ranks)
-    call_in_children(prepare_program, auto_shard, loss_is, is_v1, reduces_itself)
+    call_in_children(prepare_program, auto_shard, loss_is, is_v1, reduces_itself, ranks.used)
     return ranks
 
 
@@ -153,7 +165,7 @@ def _replace_strategies(ranks: Ranks) -> None:
         strategy = ranks.join(*resolvers)
         if strategy is None:
             return object.__new__(kind)
-        ranks.are_used = True
+        ranks.used.value = True
         strategy.extended.reduces_at_backward = False  # the program knows of ranks
         return strategy  # of another class, so Python does not call __init__
 
@@ -213,7 +225,7 @@ def _adopt_estimators(ranks: Ranks) -> None:
         if strategy is not None:
             config = _on_ranks(config, strategy)
         init(self, model_fn, model_dir, config, params, warm_start_from)
-        ranks.are_used = True
+        ranks.used.value = True
         if strategy is not None and config.train_distribute is strategy:
             adopt(self)
 

@@ -1,23 +1,19 @@
-"""install: `tf.estimator`, old names of modules, and tf.contrib, for existing programs."""
+"""install: `tf.estimator`, and old names of modules, for existing programs."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.abc
-import importlib.machinery
 import pkgutil
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
-
-import tensorflow as tf
+from typing import Any
 
 from estimator_ext import tpu
 from estimator_ext._tf_estimator import estimator_v1, estimator_v2
-from estimator_ext._tf_estimator._loading import PACKAGES, check_keras, knows_estimator, stand_in
-from estimator_ext.errors import UnsupportedError
+from estimator_ext._tf_estimator._loading import PACKAGES, check_keras, knows_estimator
+from estimator_ext.compat.contrib import add_contrib
+from estimator_ext.compat.finder import Finder
 
 # The compat packages are also attributes of each other.
 _NESTED = {
@@ -28,6 +24,8 @@ _NESTED = {
 # Modules that have moved within TensorFlow.
 _MOVED = {
     "tensorflow.python.estimator": "tensorflow_estimator.python.estimator",
+    "tensorflow.python.tpu.tpu_config": "estimator_ext.tpu",
+    "tensorflow.python.tpu.tpu_estimator": "estimator_ext.tpu",
     "tensorflow.python.training.tracking": "tensorflow.python.trackable",
     # graph_view was also in that package, but has moved elsewhere
     "tensorflow.python.trackable.graph_view": "tensorflow.python.checkpoint.graph_view",
@@ -48,6 +46,8 @@ _TF, _V1 = "tensorflow.python", "tensorflow.compat.v1"
 _MOVED_NAMES = {
     f"{_TF}.feature_column.feature_column_lib:DenseFeatures": f"{_V1}:keras.layers.DenseFeatures",
     f"{_TF}.framework.ops:IndexedSlices": f"{_TF}.framework.indexed_slices:IndexedSlices",
+    f"{_TF}.framework.ops:register_tensor_conversion_function": f"{_TF}.framework."
+    "tensor_conversion_registry:register_tensor_conversion_function",
     f"{_TF}.framework.ops:Tensor": f"{_TF}.framework.tensor:Tensor",
     f"{_TF}.ops.array_ops:stack": f"{_TF}.ops.array_ops_stack:stack",
     f"{_TF}.ops.array_ops:unstack": f"{_TF}.ops.array_ops_stack:unstack",
@@ -78,7 +78,7 @@ def install(contrib: bool = False) -> None:
     packages = {**PACKAGES, **_NESTED}
     modules: dict[str, Any] = {name: importlib.import_module(name) for name in packages}
     if contrib:
-        _add_contrib([*modules.values()])
+        add_contrib(modules.values())
     if knows_estimator():
         return
     check_keras()
@@ -118,33 +118,18 @@ def serve_horovod() -> None:
 # -- names that have moved --------------------------------------------------------------------
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports a module that has moved from its new place."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if _new_name(name) is None:
-            return None
-        return importlib.machinery.ModuleSpec(name, self)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return importlib.import_module(_new_name(spec.name) or "")
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-def _new_name(name: str) -> str | None:
+def _moved_module(name: str) -> types.ModuleType | None:
     for old, new in _MOVED.items():
         if name == old or name.startswith(f"{old}."):
-            return new + name[len(old) :]
+            return importlib.import_module(new + name[len(old) :])
     return None
 
 
 def _add_moved_modules() -> None:
     """Makes old names of modules and attributes work; may be called again."""
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
-    sys.meta_path.insert(0, _Finder())  # first, so that it precedes the search in packages
+    Finder(_moved_module).install()
     for module in {name.partition(":")[0] for name in _MOVED_NAMES}:
         vars(importlib.import_module(module))["__getattr__"] = _lookup(module)
 
@@ -159,67 +144,3 @@ def _lookup(module: str) -> Callable[[str], Any]:
         return pkgutil.resolve_name(place)
 
     return getattr_
-
-
-# -- tf.contrib: names that TensorFlow or tf-slim still has -----------------------------------
-
-# For each module of tf.contrib, where its names are today: a module, a colon, and an attribute of
-# it that has them. The first one that has a name is used, and imported only then.
-_SOURCES: dict[str, tuple[str, ...]] = {
-    "cluster_resolver": (f"{_V1}:distribute.cluster_resolver",),
-    "data": (f"{_V1}:data.experimental",),
-    "distribute": (f"{_V1}:distribute",),
-    "estimator": (f"{_V1}:estimator.experimental", f"{_V1}:estimator"),
-    "framework": ("tf_slim.ops:", "tf_slim:", f"{_V1}:train", f"{_V1}:"),
-    "layers": ("tf_slim.layers:", "tf_slim:"),
-    "lookup": (f"{_V1}:lookup", f"{_TF}.ops.lookup_ops:"),
-    "metrics": ("tf_slim.metrics:",),
-    "rnn": (f"{_V1}:nn.rnn_cell", f"{_V1}:nn"),
-    "slim": ("tf_slim:",),
-    "tpu": ("estimator_ext.tpu:", f"{_V1}:tpu"),
-    "training": ("estimator_ext.compat.hparams:", "tf_slim.training:", f"{_V1}:train"),
-}
-_SLIM = "tf_slim"
-_ADVICE = "Replace it in the program, or remove the code that needs it"
-ROOT = "tensorflow.contrib"
-
-
-def _add_contrib(packages: list[Any]) -> None:
-    if hasattr(tf, "contrib"):
-        return
-    root = sys.modules[ROOT] = stand_in(ROOT, _refuse)
-    root.__path__ = []  # a package
-    for part in _SOURCES:
-        module = stand_in(f"{ROOT}.{part}", functools.partial(_find, part))
-        vars(root)[part] = sys.modules[module.__name__] = module
-    for package in packages:
-        package.contrib = root
-
-
-def missing(name: str) -> UnsupportedError:
-    """Returns the error for a module of tf.contrib that has no replacement."""
-    return UnsupportedError(
-        f"the program uses tf.contrib.{name}, which TensorFlow removed without a replacement. "
-        f"{_ADVICE}"
-    )
-
-
-def _refuse(name: str) -> NoReturn:
-    raise missing(name)
-
-
-def _find(part: str, name: str) -> Any:
-    advice = _ADVICE
-    for source in _SOURCES[part]:
-        try:
-            owner = pkgutil.resolve_name(source)
-        except ModuleNotFoundError as error:
-            if error.name != _SLIM:
-                raise
-            advice = "Run pip install tf-slim, which has most of these names"
-            continue
-        if hasattr(owner, name):
-            return getattr(owner, name)
-    raise UnsupportedError(
-        f"the program uses tf.contrib.{part}.{name}, which TensorFlow removed. {advice}"
-    )

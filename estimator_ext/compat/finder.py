@@ -1,0 +1,38 @@
+"""Import of modules by names that they do not have themselves."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Lets a function find the modules of some names.
+
+    Args:
+      find: gets the full name of a module; returns the module, or None for other names.
+    """
+
+    def __init__(self, find: Callable[[str], types.ModuleType | None]) -> None:
+        self._find = find
+        self._found: dict[str, types.ModuleType] = {}
+
+    def install(self) -> None:
+        """Puts this finder before the others, so that it precedes the search in packages."""
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Returns the spec of a module that the function finds."""
+        module = self._find(name)
+        if module is None:
+            return None
+        self._found[name] = module
+        return importlib.machinery.ModuleSpec(name, self)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Puts the module that was found in the place of a new one."""
+        sys.modules[module.__name__] = self._found.pop(module.__name__)

@@ -1,0 +1,168 @@
+"""tf.contrib.learn: what runs an experiment with an estimator of tf.estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow.compat.v2 as tf
+
+import hostopt
+from estimator_ext import _tf_estimator
+from estimator_ext._tf_estimator import estimator_v1
+
+
+class ModeKeys(_tf_estimator.ModeKeys):
+    """The modes of a model_fn, with the older name of the last one."""
+
+    INFER = _tf_estimator.ModeKeys.PREDICT
+
+
+class RunConfig(_tf_estimator.RunConfig):
+    """A `tf.estimator.RunConfig` with the arguments of TensorFlow 1, some of which have no effect.
+
+    Args:
+      master: address of a session; without effect, as are num_cores and evaluation_master.
+      log_device_placement: logs the device of each operation.
+      gpu_memory_fraction: fraction of the memory of a GPU.
+      session_config: a `tf.compat.v1.ConfigProto`, in place of these two.
+      **fields: arguments of `tf.estimator.RunConfig`.
+    """
+
+    def __init__(
+        self,
+        master: str | None = None,
+        num_cores: int = 0,
+        log_device_placement: bool = False,
+        gpu_memory_fraction: float = 1.0,
+        session_config: Any = None,
+        evaluation_master: str = "",
+        **fields: Any,
+    ) -> None:
+        if session_config is None and (log_device_placement or gpu_memory_fraction != 1):
+            session_config = tf.compat.v1.ConfigProto(log_device_placement=log_device_placement)
+            session_config.gpu_options.per_process_gpu_memory_fraction = gpu_memory_fraction
+        if "save_checkpoints_steps" not in fields:
+            fields.setdefault("save_checkpoints_secs", 600)
+        super().__init__(session_config=session_config, **fields)
+
+
+class Experiment:
+    """An estimator with its data, and the schedules that `run` chooses from.
+
+    Args:
+      estimator: a `tf.estimator.Estimator`.
+      train_input_fn: data of training.
+      eval_input_fn: data of evaluation.
+      eval_metrics: must be None.
+      train_steps: number of steps after which training stops.
+      eval_steps: number of batches of an evaluation.
+      **options: train_monitors (hooks), saving_listeners, eval_hooks, eval_delay_secs,
+        continuous_eval_throttle_secs and export_strategies (exporters). Others have no effect, as
+        each new checkpoint is evaluated.
+
+    Raises:
+      hostopt.ConfigError: there are eval_metrics.
+    """
+
+    def __init__(
+        self,
+        estimator: Any,
+        train_input_fn: Callable[..., Any],
+        eval_input_fn: Callable[..., Any],
+        eval_metrics: object = None,
+        train_steps: int | None = None,
+        eval_steps: int | None = 100,
+        **options: Any,
+    ) -> None:
+        if eval_metrics is not None:
+            raise hostopt.ConfigError(
+                "the program passes eval_metrics to tf.contrib.learn.Experiment, which needs an "
+                "Estimator of tf.contrib. Let the model_fn return eval_metric_ops"
+            )
+        self.estimator, self.train_steps, self.eval_steps = estimator, train_steps, eval_steps
+        self._train_spec = estimator_v1.TrainSpec(
+            train_input_fn,
+            max_steps=train_steps,
+            hooks=options.get("train_monitors"),
+            saving_listeners=options.get("saving_listeners"),
+        )
+        self._eval_spec = estimator_v1.EvalSpec(
+            eval_input_fn,
+            eval_steps,
+            hooks=options.get("eval_hooks"),
+            exporters=options.get("export_strategies"),
+            start_delay_secs=options.get("eval_delay_secs", 120),
+            throttle_secs=options.get("continuous_eval_throttle_secs", 60),
+        )
+
+    def train(self, delay_secs: float | None = None) -> Any:
+        """Trains up to `train_steps`; `delay_secs` has no effect."""
+        spec = self._train_spec
+        return self.estimator.train(
+            spec.input_fn, spec.hooks, None, spec.max_steps, spec.saving_listeners
+        )
+
+    def evaluate(self, delay_secs: float | None = None) -> Any:
+        """Evaluates the newest checkpoint; `delay_secs` has no effect."""
+        spec = self._eval_spec
+        return self.estimator.evaluate(spec.input_fn, spec.steps, spec.hooks, name="one_pass")
+
+    def train_and_evaluate(self) -> Any:
+        """Trains, and evaluates new checkpoints, as `tf.estimator.train_and_evaluate` does."""
+        return estimator_v1.train_and_evaluate(self.estimator, self._train_spec, self._eval_spec)
+
+    continuous_train_and_eval = local_run = train_and_evaluate
+
+
+def run(
+    experiment_fn: Callable[..., Experiment],
+    output_dir: str | None = None,
+    schedule: str | None = None,
+    run_config: Any = None,
+    hparams: Any = None,
+) -> Any:
+    """Runs the experiment that a function returns.
+
+    Args:
+      experiment_fn: gets `output_dir`, or else `run_config` and `hparams`.
+      output_dir: the `model_dir`, if there is no `run_config`.
+      schedule: name of a method of the experiment; None for `train_and_evaluate`.
+      run_config: a RunConfig with a `model_dir`.
+      hparams: hyperparameters.
+    """
+    if run_config is None:
+        experiment = experiment_fn(output_dir)
+    else:
+        experiment = experiment_fn(run_config=run_config, hparams=hparams)
+    return getattr(experiment, schedule or "train_and_evaluate")()
+
+
+def replace_monitors_with_hooks(monitors_or_hooks: Iterable[Any] | None, estimator: Any) -> Any:
+    """Returns a list of the hooks."""
+    return [*(monitors_or_hooks or ())]
+
+
+# -- functions of learn.utils ----------------------------------------------------------------
+
+
+def InputFnOps(features: Any, labels: Any, default_inputs: Any) -> Any:  # noqa: N802
+    """Returns what a function for serving returns today."""
+    return estimator_v1.export.ServingInputReceiver(features, default_inputs)
+
+
+def make_export_strategy(
+    serving_input_fn: Callable[[], Any],
+    default_output_alternative_key: None = None,
+    assets_extra: Any = None,
+    as_text: bool = False,
+    exports_to_keep: int = 5,
+) -> Any:
+    """Returns an exporter of each evaluated checkpoint to "export/Servo"."""
+    return estimator_v1.LatestExporter(
+        "Servo", serving_input_fn, assets_extra, as_text, exports_to_keep
+    )
+
+
+build_parsing_serving_input_fn = estimator_v1.export.build_parsing_serving_input_receiver_fn
+build_default_serving_input_fn = estimator_v1.export.build_raw_serving_input_receiver_fn

@@ -1,0 +1,149 @@
+"""Optimizers of tf.contrib.opt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow.compat.v2 as tf
+
+
+class LazyAdamOptimizer(tf.compat.v1.train.AdamOptimizer):
+    """Adam that changes only those rows of moments and weights whose gradients are given."""
+
+    def _apply_sparse(self, grad: tf.IndexedSlices, var: tf.Variable) -> tf.Operation:
+        return self._resource_apply_sparse(grad.values, var, grad.indices)
+
+    def _resource_apply_sparse(self, grad: Any, var: tf.Variable, indices: Any) -> tf.Operation:
+        def cast(value: Any) -> tf.Tensor:
+            return tf.cast(value, var.dtype.base_dtype)
+
+        power_1, power_2 = map(cast, self._get_beta_accumulators())
+        rate = cast(self._lr_t) * tf.sqrt(1 - power_2) / (1 - power_1)
+        moments, updates = [], []
+        for name, beta, new in ("m", self._beta1_t, grad), ("v", self._beta2_t, grad * grad):
+            slot = self.get_slot(var, name)
+            rows = cast(beta) * tf.gather(slot, indices) + (1 - cast(beta)) * new
+            moments.append(rows)
+            updates.append(slot.scatter_update(tf.IndexedSlices(rows, indices)))
+        change = rate * moments[0] / (tf.sqrt(moments[1]) + cast(self._epsilon_t))
+        return tf.group(var.scatter_sub(tf.IndexedSlices(change, indices)), *updates)
+
+
+class DecoupledWeightDecayExtension:
+    """Makes an optimizer subtract a fraction of the weights before each of its updates.
+
+    Args:
+      weight_decay: the fraction; it is not multiplied by the learning rate.
+      **options: arguments of the optimizer.
+    """
+
+    def __init__(self, weight_decay: Any, *arguments: Any, **options: Any) -> None:
+        self._weight_decay = weight_decay
+        self._decayed: set[Any] | None = None  # all variables
+        super().__init__(*arguments, **options)
+
+    def minimize(self, *arguments: Any, decay_var_list: Any = None, **options: Any) -> Any:
+        """Minimizes a loss; `decay_var_list` has the variables that decay, None for all."""
+        self._decay_only(decay_var_list)
+        return super().minimize(*arguments, **options)  # type: ignore[misc]
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Any,
+        global_step: Any = None,
+        name: Any = None,
+        decay_var_list: Any = None,
+    ) -> Any:
+        """Applies gradients; `decay_var_list` has the variables that decay."""
+        self._decay_only(decay_var_list)
+        return super().apply_gradients(grads_and_vars, global_step, name)  # type: ignore[misc]
+
+    def _decay_only(self, variables: Iterable[tf.Variable] | None) -> None:
+        if variables:
+            self._decayed = {each.ref() for each in variables}
+
+    def _decay(self, var: tf.Variable) -> Any:
+        if self._decayed is not None and var.ref() not in self._decayed:
+            return tf.no_op()
+        return var.assign_sub(tf.cast(self._weight_decay, var.dtype.base_dtype) * var)
+
+
+def _after_decay(name: str) -> Callable[..., Any]:
+    def apply(self: Any, grad: Any, var: tf.Variable, *indices: Any) -> Any:
+        with tf.control_dependencies([self._decay(var)]):
+            return getattr(super(DecoupledWeightDecayExtension, self), name)(grad, var, *indices)
+
+    return apply
+
+
+_SPARSE = "apply_sparse_duplicate_indices"
+for _name in ("_apply_dense", f"_{_SPARSE}", "_resource_apply_dense", f"_resource_{_SPARSE}"):
+    setattr(DecoupledWeightDecayExtension, _name, _after_decay(_name))
+
+
+def extend_with_decoupled_weight_decay(base_optimizer: type) -> type:
+    """Returns a subclass of an optimizer with the first argument weight_decay."""
+    name = f"{base_optimizer.__name__}WithDecay"
+    return type(name, (DecoupledWeightDecayExtension, base_optimizer), {})
+
+
+AdamWOptimizer = extend_with_decoupled_weight_decay(tf.compat.v1.train.AdamOptimizer)
+MomentumWOptimizer = extend_with_decoupled_weight_decay(tf.compat.v1.train.MomentumOptimizer)
+
+
+class LARSOptimizer(tf.compat.v1.train.MomentumOptimizer):
+    """Momentum with a rate for each variable: You et al., Large Batch Training of CNNs.
+
+    Args:
+      learning_rate: number or tensor.
+      momentum: fraction of the last change that is kept.
+      weight_decay: fraction of the weights that is added to the gradients.
+      eeta: coefficient of the ratio of the norms of weights and gradients.
+      epsilon: added to the norm of the gradients.
+      name: name of the optimizer.
+      skip_list: parts of names of variables that have the plain rate and do not decay.
+      use_nesterov: uses Nesterov's momentum.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0001,
+        eeta: float = 0.001,
+        epsilon: float = 0.0,
+        name: str = "LARSOptimizer",
+        skip_list: Sequence[str] | None = None,
+        use_nesterov: bool = False,
+    ) -> None:
+        super().__init__(learning_rate, momentum, name=name, use_nesterov=use_nesterov)
+        self._weight_decay, self._eeta, self._epsilon = weight_decay, eeta, epsilon
+        self._skip_list = skip_list or ()
+
+    _learning_rate_tensor: Any
+
+    def compute_lr(self, grad: Any, var: tf.Variable) -> tuple[Any, Any]:
+        """Returns the learning rate of a variable, and its gradient with the decay."""
+        if any(part in var.name for part in self._skip_list):
+            return self._learning_rate_tensor, grad
+        weights, slope = tf.norm(var), tf.norm(grad)
+        below = slope + self._weight_decay * weights + self._epsilon
+        ratio = tf.math.divide_no_nan(self._eeta * weights, below)
+        ratio = tf.where((weights > 0) & (slope > 0), ratio, tf.ones_like(ratio))
+        rate = tf.cast(self._learning_rate_tensor, ratio.dtype) * ratio
+        return rate, grad + self._weight_decay * var
+
+    def _apply_dense(self, grad: Any, var: tf.Variable) -> Any:
+        return self._scaled(super()._apply_dense, grad, var)
+
+    def _resource_apply_dense(self, grad: Any, var: tf.Variable) -> Any:
+        return self._scaled(super()._resource_apply_dense, grad, var)
+
+    def _scaled(self, apply: Callable[..., Any], grad: Any, var: tf.Variable) -> Any:
+        rate = self._learning_rate_tensor
+        try:
+            self._learning_rate_tensor, grad = self.compute_lr(grad, var)
+            return apply(grad, var)
+        finally:
+            self._learning_rate_tensor = rate

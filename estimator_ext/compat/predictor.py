@@ -1,0 +1,103 @@
+"""tf.contrib.predictor: functions that predict with a SavedModel or an estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow.compat.v2 as tf
+
+
+class Predictor:
+    """A function from a dict of inputs to a dict of outputs, with a session of its own.
+
+    Args:
+      session: a session, whose graph has the tensors.
+      feed_tensors: inputs, or their names, by names of the dict.
+      fetch_tensors: outputs, in the same way.
+    """
+
+    def __init__(
+        self, session: Any, feed_tensors: Mapping[str, Any], fetch_tensors: Mapping[str, Any]
+    ) -> None:
+        self.session, self.graph = session, session.graph
+        find = self.graph.as_graph_element
+        self.feed_tensors = {name: find(each) for name, each in feed_tensors.items()}
+        self.fetch_tensors = {name: find(each) for name, each in fetch_tensors.items()}
+
+    def __call__(self, input_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns arrays by the names of the outputs, for arrays by the names of the inputs."""
+        unknown = sorted(input_dict.keys() - self.feed_tensors.keys())
+        if unknown:
+            raise ValueError(
+                f"The inputs are {sorted(self.feed_tensors)}, but {unknown} were passed"
+            )
+        feeds = {self.feed_tensors[name]: value for name, value in input_dict.items()}
+        result: dict[str, Any] = self.session.run(self.fetch_tensors, feeds)
+        return result
+
+
+def from_saved_model(
+    export_dir: str,
+    signature_def_key: str | None = None,
+    signature_def: Any = None,
+    input_names: Mapping[str, str] | None = None,
+    output_names: Mapping[str, str] | None = None,
+    tags: str | Sequence[str] | None = None,
+    graph: tf.Graph | None = None,
+    config: Any = None,
+) -> Predictor:
+    """Returns a function that predicts with a SavedModel.
+
+    Args:
+      signature_def_key: name of a signature; None for "serving_default".
+      signature_def: the signature itself, in place of its name.
+      input_names: names of tensors by those of inputs, in place of those of a signature.
+      output_names: names of tensors by those of outputs.
+      tags: tags of the model, separated by commas; None for "serve".
+      graph: an empty graph; None for a new one.
+      config: a `tf.compat.v1.ConfigProto`.
+    """
+    session = tf.compat.v1.Session(graph=graph or tf.Graph(), config=config)
+    tags = tags.split(",") if isinstance(tags, str) else [*(tags or ["serve"])]
+    with session.graph.as_default():
+        model = tf.compat.v1.saved_model.load(session, tags, export_dir)
+    if input_names is None or output_names is None:
+        signature = signature_def or model.signature_def[signature_def_key or "serving_default"]
+        input_names = {name: each.name for name, each in signature.inputs.items()}
+        output_names = {name: each.name for name, each in signature.outputs.items()}
+    return Predictor(session, input_names, output_names)
+
+
+def from_estimator(
+    estimator: Any,
+    serving_input_receiver_fn: Callable[[], Any],
+    output_key: str | None = None,
+    graph: tf.Graph | None = None,
+    config: Any = None,
+) -> Predictor:
+    """Returns a function that predicts with the newest checkpoint of an estimator.
+
+    Args:
+      serving_input_receiver_fn: returns a `tf.estimator.export.ServingInputReceiver`.
+      output_key: name of the export output; None for the predictions of the model_fn.
+      graph: an empty graph; None for a new one.
+      config: a `tf.compat.v1.ConfigProto`.
+    """
+    checkpoint = estimator.latest_checkpoint()
+    if checkpoint is None:
+        raise ValueError(
+            f"The estimator has no checkpoint in {estimator.model_dir!r}. Train it first"
+        )
+    with (graph or tf.Graph()).as_default():
+        receiver = serving_input_receiver_fn()
+        spec = estimator.model_fn(receiver.features, None, "infer", estimator.config)
+        outputs = spec.predictions
+        if output_key is not None:
+            made = spec.export_outputs[output_key].as_signature_def(receiver.receiver_tensors)
+            outputs = {name: each.name for name, each in made.outputs.items()}
+        creator = tf.compat.v1.train.ChiefSessionCreator(
+            spec.scaffold, config=config, checkpoint_filename_with_path=checkpoint
+        )
+        session = tf.compat.v1.train.MonitoredSession(creator)
+    return Predictor(session, receiver.receiver_tensors, outputs)

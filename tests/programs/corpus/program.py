@@ -1,0 +1,45 @@
+"""What the corpus says of a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of the corpus, and what is expected of it.
+
+    Args:
+      name: unique name.
+      source: "package==version" on PyPI, "TensorFlow", or "own" for programs of this project with
+        the traits of published ones.
+      licence: licence of the source.
+      command: a script of this directory, or "-m" and a module, and its arguments. {model_dir},
+        {batch_size}, {steps}, {data}, {examples} and {directory} are replaced.
+      models: the models that it trains, which count as programs of their own.
+      options: options of `python -m estimator_ext`.
+      prepare: commands of Python that write its data to {data}, once for all programs.
+      batch_size: batch size of all ranks.
+      is_global: the batch size of the command is that of all ranks, as for a TPUEstimator.
+      in_cluster: the reference is a cluster of one rank, in which the learning rate is read before
+        global_step is incremented.
+      tolerance: relative and absolute, for the variables of two ranks and of one process.
+      noise: names of variables whose gradients are zero except for rounding errors.
+      not_compared: why the variables of two ranks are not compared with those of one process.
+      refused: words of the message that ends the program on two ranks, with exit code 78.
+    """
+
+    name: str
+    source: str
+    licence: str
+    command: str
+    models: tuple[str, ...] = ("",)
+    options: str = ""
+    prepare: tuple[str, ...] = ()
+    batch_size: int = 32
+    is_global: bool = False
+    in_cluster: bool = False
+    tolerance: float = 1e-5
+    noise: str = ""
+    not_compared: str = ""
+    refused: str = ""

@@ -1,0 +1,288 @@
+"""Runs the programs of the corpus, unmodified, alone and on two ranks; writes docs/programs.md.
+
+    python tests/programs/corpus/run.py [--only NAME ...] [--json FILE]
+
+The results are kept in a file for each TensorFlow; a run updates those of its programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from harness import QUIET, ROOT
+from programs.corpus import published, sequences, stock
+from programs.corpus.program import Program
+
+PROGRAMS = {
+    each.name: each for each in (*published.PROGRAMS, *stock.PROGRAMS, *sequences.PROGRAMS)
+}
+HERE = Path(__file__).resolve().parent
+STEPS = 20
+LIMIT_S = 600.0
+REFUSED = 78
+PAGE, README = ROOT / "docs" / "programs.md", ROOT / "README.md"
+MOVED = 1e-3  # a variable that trains changes more than this, or by the tolerance many times
+
+
+def measure(program: Program, scratch: Path) -> dict[str, Any]:
+    """Runs a program alone and on two ranks.
+
+    Args:
+      program: the program.
+      scratch: directory of data and checkpoints.
+
+    Returns:
+      Its "alone" and "ranks" ("trained", "refused" or "failed"), the "words" that explain it,
+      the "seconds" of both runs, and "models": for each, the number of "steps", whether the ranks
+      hold "equal" bits, the largest relative "difference" between two ranks and one process, and
+      the fraction of the variables that have "moved".
+    """
+    outcomes, seconds, words = [], [], ""
+    for size in (1, 2):
+        began_s = time.monotonic()
+        code, output = _run(program, size, scratch)
+        seconds.append(round(time.monotonic() - began_s, 1))
+        is_clear = code == REFUSED and "Traceback" not in output
+        outcomes.append("trained" if code == 0 else "refused" if is_clear else "failed")
+        if code:
+            (scratch / program.name / f"{size}.log").write_text(output)
+            words = _last_error(output)
+    result = dict(zip(("alone", "ranks"), outcomes), words=words, seconds=seconds, models={})
+    if outcomes == ["trained", "trained"]:
+        result["models"] = {
+            model: _compare(program, model, scratch / program.name) for model in program.models
+        }
+    return result
+
+
+def unexpected(program: Program, result: dict[str, Any]) -> str:
+    """Returns what differs from the expectations, or an empty string."""
+    if program.refused:
+        is_right = result["ranks"] == "refused" and program.refused in result["words"]
+        return "" if is_right else f"{result['ranks']} on two ranks: {result['words']}"
+    if (result["alone"], result["ranks"]) != ("trained", "trained"):
+        return f"{result['alone']} alone, {result['ranks']} on two ranks: {result['words']}"
+    for model, found in result["models"].items():
+        if not found["equal"]:
+            return f"{model}: the ranks hold different variables"
+        if len(set(found["steps"])) > 1:
+            return f"{model}: trained for {found['steps']} steps"
+        if program.not_compared:
+            continue
+        if found["difference"] > program.tolerance or found["moved"] <= 0.5:
+            return f"{model}: {found}"
+    return ""
+
+
+def _run(program: Program, size: int, scratch: Path) -> tuple[int, str]:
+    """Runs it on that many ranks; returns its exit code and the output of all ranks."""
+    directory, data = scratch / program.name / str(size), scratch / "data"
+    directory.mkdir(parents=True)
+    values = {
+        "model_dir": directory / "model",
+        "batch_size": program.batch_size // (1 if program.is_global else size),
+        "steps": STEPS,
+        "epochs": 1 / size,
+        "data": data,
+        "directory": directory,
+        "examples": ROOT / "examples",
+        "here": HERE,
+    }
+    environ = {**os.environ, **QUIET, "RECORD_TO": str(directory)}
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ["PYTHONPATH"] = os.pathsep.join(path)
+    for command in program.prepare:
+        done = scratch / f"{abs(hash(command))}.done"
+        if not done.exists():
+            code, output = _execute(command.format(**values).split(), directory, environ)
+            if code:
+                return code, output
+            done.touch()
+    if size > 1:
+        _copy_first_checkpoints(scratch / program.name / "1", directory)
+    words = program.command.format(**values).split()
+    if words[0].endswith(".py"):
+        words[0] = str(HERE / words[0])
+    command = ["-m", "estimator_ext", *program.options.split(), str(HERE / "recorded.py"), *words]
+    if size > 1 or program.in_cluster:
+        launcher = ["-m", "hostopt", "run", "-np", str(size), "--verbose", "--", sys.executable]
+        command = [*launcher, *command]
+    return _execute(command, directory, environ)
+
+
+def _copy_first_checkpoints(source: Path, target: Path) -> None:
+    """Makes trainings start with the initial values of earlier ones, also if names differ."""
+    for path in source.rglob("model.ckpt-0.*"):
+        directory = target / path.parent.relative_to(source)
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, directory)
+        (directory / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-0"\n')
+
+
+def _execute(
+    arguments: Sequence[str], directory: Path, environ: dict[str, str]
+) -> tuple[int, str]:
+    """Runs Python; after the deadline it kills all that it has started."""
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output = f"{process.communicate()[0]}\nError: no end within {LIMIT_S:.0f} s"
+    return process.returncode, output
+
+
+def _last_error(output: str) -> str:
+    """Returns the line that says why a program ended: a message of the runner, or an error."""
+    lines = [re.sub(r"^\[[\w:]+\] ", "", line) for line in output.splitlines()]
+    ours = [line for line in lines if re.match(r"(hostopt|estimator_ext)\b.*: ", line)]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    chosen = ours if ours and "Traceback (" not in output else errors or lines[-1:]
+    return chosen[-1 if chosen is errors else 0] if chosen else ""
+
+
+# --- variables --------------------------------------------------------------------------------
+
+
+def _compare(program: Program, model: str, directory: Path) -> dict[str, Any]:
+    """Compares the variables of two ranks with one another and with those of one process."""
+    initial = _recorded(directory / "1", model, "initial", 0)
+    alone = _recorded(directory / "1", model, "final", 0)
+    first, second = (_recorded(directory / "2", model, "final", rank) for rank in (0, 1))
+    steps = [int(values.pop("step", -1)) for values in (alone, first, second)]
+    is_equal = set(first) == set(second) and all(
+        np.array_equal(value, second[name], equal_nan=True) for name, value in first.items()
+    )
+    result = {"steps": steps, "equal": bool(first) and is_equal}
+    if program.not_compared:
+        return result
+    differences, moves = [], []
+    for name in set(alone) | set(first):
+        pair = alone.get(name, np.nan), first.get(name, np.nan)
+        if program.noise and re.search(program.noise, name):
+            differences.append(0.0 if np.abs(pair).max() < MOVED else np.inf)
+            continue
+        difference = np.abs(pair[1] - pair[0]) / (1 + np.abs(pair[0]))
+        differences.append(np.nan_to_num(difference, nan=np.inf).max())
+        moves.append(np.abs(pair[0] - initial[name]).max() > 10 * program.tolerance)
+    result["difference"] = float(max(differences, default=np.inf))
+    result["moved"] = round(float(np.mean(moves)), 2) if moves else 0.0
+    return result
+
+
+def _recorded(directory: Path, model: str, when: str, rank: int) -> dict[str, Any]:
+    """Reads the variables of a rank, of one model or of all if it has no name."""
+    return {
+        name if name == "step" or model else f"{path.name.partition('.')[0]}: {name}": value
+        for path in sorted(directory.glob(f"{model or '*'}.{when}-{rank}.npz"))
+        for name, value in np.load(path).items()
+    }
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+def table(results: dict[str, Any]) -> str:
+    """Returns counts and a table of all results, in Markdown."""
+    known = [program for name, program in PROGRAMS.items() if name in results["programs"]]
+    rows, counts = [], dict.fromkeys(("trained", "refused", "failed", "silent"), 0)
+    for program in known:
+        result = results["programs"][program.name]
+        wrong = unexpected(program, result)
+        is_silent = wrong and result["ranks"] == "trained"
+        counts["silent" if is_silent else result["ranks"]] += len(program.models)
+        rows.append(_row(program, result, wrong))
+    total, sources = sum(counts.values()), len({program.source for program in known})
+    head = (
+        f"TensorFlow {results['tensorflow']}, {results['date']}: **{total} programs of {sources} "
+        f"sources: {counts['trained']} train on two ranks, {counts['refused']} are refused, "
+        f"{counts['silent']} are silently wrong.**"
+    )
+    if counts["failed"]:
+        head += f" {counts['failed']} fail."
+    titles = "| program | source | licence | alone | 2 ranks | difference after 20 steps |"
+    return "\n".join([head, "", titles, "|---|---|---|---|---|---|", *rows])
+
+
+def _row(program: Program, result: dict[str, Any], wrong: str) -> str:
+    count = len(program.models)
+    name = f"{program.name}, {count} models" if count > 1 else program.name
+    if result["ranks"] != "trained":
+        seen = f'"{result["words"]}"'
+    elif wrong:
+        seen = f"**{wrong}**"
+    elif program.not_compared:
+        seen = f"not compared: {program.not_compared}"
+    else:
+        seen = f"{max(each['difference'] for each in result['models'].values()):.0e}"
+    if program.options:
+        seen += f"; with `{program.options}`"
+    cells = [name, program.source, program.licence, result["alone"], result["ranks"], seen]
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def write_page(path: Path) -> None:
+    """Writes the table of a file of results into docs/programs.md, and its counts into README."""
+    text = table(json.loads(path.read_text()))
+    for page, part in ((PAGE, text), (README, re.findall(r"\*\*(.*?),", text)[0])):
+        begin, end = "<!-- corpus -->", "<!-- end of corpus -->"
+        newline = "\n" if page == PAGE else ""
+        between = re.compile(f"{begin}.*?{end}", re.DOTALL)
+        made = f"{begin}{newline}{part}{newline}{end}"
+        page.write_text(between.sub(lambda _, made=made: made, page.read_text()))
+
+
+def main() -> int:
+    version = importlib.metadata.version("tensorflow")
+    release = version.rpartition(".")[0]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--json", type=Path, default=HERE / f"results-{release}.json")
+    args = parser.parse_args()
+    results = json.loads(args.json.read_text()) if args.json.exists() else {"programs": {}}
+    surprises = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in args.only:
+            result = measure(PROGRAMS[name], Path(scratch))
+            wrong = unexpected(PROGRAMS[name], result)
+            surprises += bool(wrong)
+            print(f"{name}: {result['seconds']} s, {wrong or result['ranks']}", flush=True)
+            results["programs"][name] = result
+            results.update(tensorflow=version, date=datetime.date.today().isoformat())
+            args.json.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    if args.json.parent == HERE:
+        write_page(max(HERE.glob("results-*.json")))
+    return 1 if surprises else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Programs with the estimators of TensorFlow, and with the ways of published programs."""
+
+from __future__ import annotations
+
+from programs.corpus.program import Program
+
+ARGUMENTS = "--model-dir={model_dir} --batch-size={batch_size} --steps={steps}"
+SOURCES = {
+    "canned": "TensorFlow",
+    "wide_deep": "TensorFlow",
+    "ways": "own",
+}
+
+
+def trains(script: str, *names: str, title: str = "", **fields: object) -> Program:
+    """Describes the programs of a script that has them by name."""
+    command = f"{script}.py {ARGUMENTS} --names {' '.join(names)}"
+    name = title or (script if len(names) > 1 else f"{script}.{names[0]}")
+    return Program(name, SOURCES[script], "Apache-2.0", command, names, **fields)  # type: ignore
+
+
+CANNED = (
+    "LinearClassifier LinearRegressor LinearEstimator DNNClassifier DNNRegressor DNNEstimator "
+    "DNNLinearCombinedRegressor DNNLinearCombinedEstimator BaselineClassifier BaselineRegressor "
+    "BaselineEstimator v1.LinearClassifier v1.DNNRegressor v1.DNNLinearCombinedClassifier "
+)
+WAYS = (
+    "deletes_model_dir deletes_model_dir_between_trainings trains_and_evaluates_in_turn "
+    "predicts_between_trainings exports_on_every_rank best_and_final_exporters starts_warm "
+    "writes_its_records hooks_with_sessions profiles init_fn_of_scaffold saves_and_logs_by_hooks"
+)
+
+PROGRAMS = (
+    Program("wide_deep", "TensorFlow", "Apache-2.0", f"wide_deep.py {ARGUMENTS}"),
+    trains("canned", *CANNED.split()),
+    trains("canned", "RNNClassifier"),
+    trains("canned", "KMeans"),
+    trains("canned", "LinearSDCA"),
+    trains("ways", *WAYS.split()),
+    trains("ways", "trains_without_model_dir"),
+    trains("ways", "folds"),
+    trains("ways", "unsets_tf_config"),
+    trains("ways", "multi_worker_strategy"),
+    trains("ways", "sets_tf_config", refused="the program has changed TF_CONFIG"),
+    trains("ways", "mirrored_strategy", refused="the program trains with MirroredStrategy"),
+    trains("ways", "parameter_server_strategy", refused="there are no parameter servers"),
+    trains("ways", "shards_its_data", refused="shards its dataset by itself"),
+    trains("ways", "servers", refused="the program created no estimator"),
+)
