@@ -21,7 +21,7 @@ import hostopt
 from estimator_ext import _tf_estimator, tpu
 from estimator_ext.checkpoints.model_dir_lock import training_without_ring
 from estimator_ext.compat.atomic_files import write_atomically
-from estimator_ext.compat.compat import install, use_v1_api
+from estimator_ext.compat.compat import install, restore_python_names, use_v1_api
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator.estimator import HostOffloadEstimator, adopt
 from estimator_ext.estimator.run_config import adopt_cluster
@@ -110,6 +110,7 @@ def prepare_program(auto_shard: str, loss_is: str, is_v1: bool, used: Any = None
       is_v1: True if `import tensorflow` imports the API of TensorFlow 1.
       used: that of the ranks of the process that has spawned this one.
     """
+    restore_python_names()
     install(contrib=True)
     if is_v1:
         use_v1_api()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import pkgutil
 import sys
 import types
+from collections import abc
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import numpy as np
 import tensorflow as tf
 
 from estimator_ext import tpu
@@ -88,6 +92,22 @@ def use_v1_api() -> None:
     v1 = sys.modules["tensorflow.compat.v1"]
     v1.disable_v2_behavior()
     sys.modules["tensorflow"] = v1
+
+
+def restore_python_names() -> None:
+    """Restores names that Python 3.10 and 3.11 and NumPy 1.24 removed, for old programs."""
+    kinds = {kind.__name__: kind for kind in (bool, int, float, complex, object, str)}
+    containers = {name: getattr(abc, name) for name in abc.__all__}
+    Spec = collections.namedtuple("Spec", "args varargs keywords defaults")
+    removed: dict[Any, dict[str, Any]] = {
+        inspect: {"getargspec": lambda function: Spec(*inspect.getfullargspec(function)[:4])},
+        np: kinds,
+        collections: containers,
+    }
+    for module, names in removed.items():
+        for name, value in names.items():
+            if name not in vars(module):
+                setattr(module, name, value)
 
 
 # -- names that have moved --------------------------------------------------------------------
