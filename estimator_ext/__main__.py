@@ -33,6 +33,8 @@ _AUTO_SHARD = "data"
 
 # A name that the module `tensorflow`, or one in it, does not have: `train` and `Optimizer`.
 _REMOVED = r"module 'tensorflow(?:\._api\.v2)?(?:\.([\w.]+))?' has no attribute '(\w+)'"
+# `BoostedTreesClassifier`
+_NOT_IN_ESTIMATOR = r"module 'tensorflow_estimator\.[\w.]*' has no attribute '(\w+)'"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -136,11 +138,22 @@ def _refusal(error: Exception) -> hostopt.ConfigError | None:
         return missing(name) if name else None
     # AutoGraph raises another error, whose text contains that of the error and the line
     text = f"{error}\n{traceback.extract_tb(error.__traceback__)[-1].line}"
+    if isinstance(error, ValueError) and "InMemoryEvaluator supports only single" in text:
+        return UnsupportedError(
+            "the program evaluates in an InMemoryEvaluatorHook, which supports one process. Use "
+            "tf.estimator.train_and_evaluate, or run it in one process"
+        )
     if isinstance(error, TypeError):
         number = re.search(r"unexpected keyword argument '(num_gpus\w*)'", text)
         return _strategy_of_tensorflow_1(number[1]) if number and "Strategy(" in text else None
     if not isinstance(error, AttributeError):
         return None
+    gone = re.search(_NOT_IN_ESTIMATOR, text)
+    if gone:
+        return UnsupportedError(
+            f"the program uses tf.estimator.{gone[1]}, which the last tensorflow_estimator lacks. "
+            "It needs the release of TensorFlow that the program was written for"
+        )
     removed = re.search(_REMOVED, text)
     if removed and is_in_tensorflow_1(name := ".".join(filter(None, removed.groups()))):
         return _needs_tensorflow_1(f"tf.{name}")

@@ -22,7 +22,12 @@ from estimator_ext import _tf_estimator, tpu
 from estimator_ext._tf_private import interleave_in_order
 from estimator_ext.checkpoints.model_dir_lock import training_without_ring
 from estimator_ext.compat.atomic_files import write_atomically
-from estimator_ext.compat.compat import install, serve_horovod, use_v1_api
+from estimator_ext.compat.compat import (
+    install,
+    restore_python_names,
+    serve_horovod,
+    use_v1_api,
+)
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator.estimator import HostOffloadEstimator, adopt
 from estimator_ext.estimator.run_config import adopt_cluster
@@ -136,6 +141,7 @@ def prepare_program(
       reduces_itself: True for a program that uses Horovod; its estimators remain the stock ones.
       used: that of the ranks of the process that has spawned this one.
     """
+    restore_python_names()
     install(contrib=True)
     if is_v1:
         use_v1_api()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import importlib
+import inspect
 import pkgutil
 import sys
 import types
+from collections import abc
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from estimator_ext import tpu
 from estimator_ext._tf_estimator import estimator_v1, estimator_v2
@@ -113,6 +118,22 @@ def serve_horovod() -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, package)
+
+
+def restore_python_names() -> None:
+    """Restores names that Python 3.10 and 3.11 and NumPy 1.24 removed, for old programs."""
+    kinds = {kind.__name__: kind for kind in (bool, int, float, complex, object, str)}
+    containers = {name: getattr(abc, name) for name in abc.__all__}
+    Spec = collections.namedtuple("Spec", "args varargs keywords defaults")
+    removed: dict[Any, dict[str, Any]] = {
+        inspect: {"getargspec": lambda function: Spec(*inspect.getfullargspec(function)[:4])},
+        np: kinds,
+        collections: containers,
+    }
+    for module, names in removed.items():
+        for name, value in names.items():
+            if name not in vars(module):
+                setattr(module, name, value)
 
 
 # -- names that have moved --------------------------------------------------------------------

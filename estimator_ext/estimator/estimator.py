@@ -21,6 +21,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext import _tf_estimator
 from estimator_ext._tf_estimator import ModeKeys, make_early_stopping_hook
+from estimator_ext._tf_private import SaverHook
 from estimator_ext.checkpoints.file_errors import translate_io_errors
 from estimator_ext.checkpoints.model_dir_lock import training_in, training_without_ring
 from estimator_ext.checkpoints.reading import (
@@ -213,7 +214,10 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             config = self._config.replace(save_checkpoints_steps=None, save_checkpoints_secs=None)
             config._is_chief = True
             trainer = _changed(self, _config=config)
-            estimator_spec = stock_spec(estimator_spec, training_chief_hooks=())
+            hooks, its_hooks = map(_without_savers, (hooks, estimator_spec.training_hooks))
+            estimator_spec = stock_spec(
+                estimator_spec, training_hooks=its_hooks, training_chief_hooks=()
+            )
             saving_listeners = ()
         if self._iterations > 1:
             estimator_spec = add_saver(estimator_spec, hooks, self._config, self._model_dir)
@@ -420,6 +424,10 @@ def _changed(estimator: _E, **attributes: Any) -> _E:
     result = copy.copy(estimator)
     result.__dict__.update(attributes)
     return result
+
+
+def _without_savers(hooks: Hooks) -> list[Any]:
+    return [hook for hook in hooks if not isinstance(hook, SaverHook)]
 
 
 @contextlib.contextmanager

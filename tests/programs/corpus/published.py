@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from programs.corpus.program import Program
 
 BERT_DATA = (
@@ -9,7 +11,23 @@ BERT_DATA = (
     "-m estimator_ext -m bert.create_pretraining_data "
     "--flagfile={data}/create_pretraining_data.flags",
 )
-DEEPCTR = "AFM AutoInt CCPM DCN DeepFEFM DeepFM FNN FiBiNET FwFM NFM PNN WDL xDeepFM"
+DEEPCTR = tuple(
+    f"{name}Estimator"
+    for name in (
+        *("AFM", "AutoInt", "CCPM", "DCN", "DeepFEFM", "DeepFM", "FNN", "FiBiNET", "FwFM"),
+        *("NFM", "PNN", "WDL", "xDeepFM"),
+    )
+)
+LIBRARIES = {
+    "gan": ("tensorflow-gan==2.1.0", "", ""),
+    "adversarial": ("neural-structured-learning==1.4.0", "", ""),
+    "probability": ("tensorflow-probability==0.23.0", "", ""),
+    "kfac": ("kfac==0.2.4", "--v1", ""),
+    "privacy": ("tensorflow-privacy==0.8.0", "", ""),
+    "privacy_noise": ("tensorflow-privacy==0.8.0", "", "each rank adds noise of its own"),
+    "constrained": ("tensorflow-constrained-optimization==0.2", "", ""),
+    "medical": ("dltk==0.2.1", "--v1", "batch norm is local to each rank"),
+}
 
 
 def bert(name: str, source: str, command: str, length: str, options: str = "") -> Program:
@@ -28,10 +46,10 @@ def bert(name: str, source: str, command: str, length: str, options: str = "") -
     )
 
 
-def driver(name: str, source: str, licence: str, **fields: object) -> Program:
+def driver(name: str, source: str, licence: str, command: str = "", **fields: Any) -> Program:
     """Describes a program with the arguments that all drivers of this directory have."""
     arguments = "--model-dir={model_dir} --batch-size={batch_size} --steps={steps}"
-    return Program(name, source, licence, f"{name}.py {arguments}", **fields)  # type: ignore
+    return Program(name, source, licence, f"{command or f'{name}.py'} {arguments}", **fields)
 
 
 PROGRAMS = (
@@ -54,13 +72,18 @@ PROGRAMS = (
         "{examples}/bert/run_albert_classifier.py",
         "--num_train_epochs=1",
     ),
-    driver(
-        "with_deepctr",
-        "deepctr==0.9.4",
-        "Apache-2.0",
-        models=tuple(f"{name}Estimator" for name in DEEPCTR.split()),
-        # it adds penalties on rows of embeddings, with small factors, to a sum over the batch
-        options="--loss sum",
+    # in parts, as a process takes minutes for all
+    *(
+        driver(
+            f"with_deepctr_{part}",
+            "deepctr==0.9.4",
+            "Apache-2.0",
+            command="with_deepctr.py --names " + " ".join(DEEPCTR[part::3]),
+            models=DEEPCTR[part::3],
+            # it adds penalties on rows of embeddings, with small factors, to a sum over the batch
+            options="--loss sum",
+        )
+        for part in range(3)
     ),
     driver("with_ranking", "tensorflow-ranking==0.3.1", "Apache-2.0"),
     driver("with_slim", "tf-slim==1.1.0", "Apache-2.0"),
@@ -69,5 +92,24 @@ PROGRAMS = (
         "adanet==0.9.0",
         "Apache-2.0",
         refused="AutoEnsembleEstimator overrides the method `train`",
+    ),
+    *(
+        driver(
+            name,
+            source,
+            "Apache-2.0",
+            command=f"libraries.py --names {name}",
+            options=options,
+            not_compared=reason,
+            batch_size=16,
+        )
+        for name, (source, options, reason) in LIBRARIES.items()
+    ),
+    driver(
+        "old_layers",
+        "polyaxon-lib==0.0.4",
+        "MIT",
+        command="libraries.py --names old_layers",
+        refused="the program uses tf.contrib.keras",
     ),
 )

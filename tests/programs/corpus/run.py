@@ -28,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness import QUIET, ROOT
+from harness import QUIET, ROOT, deadline_s
 from programs.corpus import published, sequences, stock
 from programs.corpus.program import Program
 
@@ -154,10 +154,10 @@ def _execute(
         start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=LIMIT_S)
+            output, _ = process.communicate(timeout=deadline_s(LIMIT_S))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            output = f"{process.communicate()[0]}\nError: no end within {LIMIT_S:.0f} s"
+            output = f"{process.communicate()[0]}\nError: it does not end"
     return process.returncode, output
 
 
@@ -268,7 +268,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--json", type=Path, default=HERE / f"results-{release}.json")
     args = parser.parse_args()
-    results = json.loads(args.json.read_text()) if args.json.exists() else {"programs": {}}
     surprises = 0
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.only:
@@ -276,7 +275,9 @@ def main() -> int:
             wrong = unexpected(PROGRAMS[name], result)
             surprises += bool(wrong)
             print(f"{name}: {result['seconds']} s, {wrong or result['ranks']}", flush=True)
-            results["programs"][name] = result
+            # read anew: another run may have updated it
+            results = json.loads(args.json.read_text()) if args.json.exists() else {}
+            results["programs"] = {**results.get("programs", {}), name: result}
             results.update(tensorflow=version, date=datetime.date.today().isoformat())
             args.json.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     if args.json.parent == HERE:

@@ -27,7 +27,8 @@ CANNED = (
 WAYS = (
     "deletes_model_dir deletes_model_dir_between_trainings trains_and_evaluates_in_turn "
     "predicts_between_trainings exports_on_every_rank best_and_final_exporters starts_warm "
-    "writes_its_records hooks_with_sessions profiles init_fn_of_scaffold saves_and_logs_by_hooks"
+    "writes_its_records hooks_with_sessions profiles init_fn_of_scaffold saves_and_logs_by_hooks "
+    "stops_early keras_model updates_by_hand"
 )
 
 PROGRAMS = (
@@ -39,11 +40,15 @@ PROGRAMS = (
     trains("ways", *WAYS.split()),
     trains("ways", "trains_without_model_dir"),
     trains("ways", "folds"),
+    trains("ways", "alternates_tpu_estimators", is_global=True),
     trains("ways", "unsets_tf_config"),
     trains("ways", "multi_worker_strategy"),
     trains("ways", "sets_tf_config", refused="the program has changed TF_CONFIG"),
     trains("ways", "mirrored_strategy", refused="the program trains with MirroredStrategy"),
     trains("ways", "parameter_server_strategy", refused="there are no parameter servers"),
+    trains("ways", "synchronizes_replicas", refused="Use the optimizer that it wraps"),
+    trains("ways", "evaluates_in_memory", refused="in an InMemoryEvaluatorHook"),
+    trains("canned", "BoostedTreesClassifier", refused="tf.estimator.BoostedTreesClassifier"),
     trains("ways", "shards_its_data", refused="shards its dataset by itself"),
     trains("ways", "servers", refused="the program created no estimator"),
 )

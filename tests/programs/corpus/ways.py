@@ -182,8 +182,13 @@ def stops_early(way):
     hook = estimators.experimental.stop_if_lower_hook(
         estimator, "mae", 1e3, run_every_secs=None, run_every_steps=10
     )
-    evaluation = estimators.experimental.InMemoryEvaluatorHook(estimator, way.rows, every_n_iter=5)
-    estimator.train(way.data, hooks=[evaluation, hook], max_steps=way.steps)
+    estimator.train(way.data, hooks=[hook], max_steps=way.steps)
+
+
+def evaluates_in_memory(way):
+    estimator = way.estimator()
+    hook = estimators.experimental.InMemoryEvaluatorHook(estimator, way.rows, every_n_iter=5)
+    estimator.train(way.data, hooks=[hook], max_steps=way.steps)
 
 
 def init_fn_of_scaffold(way):
