@@ -1,4 +1,4 @@
-"""Experiments of tf.contrib.learn and functions of tf.contrib.predictor, with a small estimator."""
+"""Experiments of tf.contrib.learn and tf.contrib.predictor, with a small estimator."""
 
 from __future__ import annotations
 
