@@ -8,6 +8,8 @@ names, or of another user, is overwritten instead: it stays the same file.
 
 What ranks append to a file would be in it once per rank. So rank 0 alone appends to it, and each
 other rank to a file of the same name in a directory of its own.
+
+A directory that all ranks delete is gone for each of them.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from estimator_ext._tf_private import FileIO, redirect_writes
 
 _REPLACING_MODES = ("w", "wb")
 _MAX_NAME_BYTES = 255  # of file systems
+_MAX_DELETIONS = 100  # each of which another rank disturbs
 _numbers = itertools.count()
 
 
@@ -70,9 +73,30 @@ class _Draft:
 
 
 def write_atomically(rank: int = 0) -> None:
-    """Makes `tf.io.gfile.GFile` and `tf.io.TFRecordWriter` write files as one process does."""
+    """Makes `tf.io.gfile.GFile` and `tf.io.TFRecordWriter` write files as one process does.
+
+    The ranks may also delete a directory at the same time.
+    """
     _replace_text_files(rank)
     _replace_records()
+    v1 = tf.compat.v1
+    deletions = [(shutil, "rmtree"), (tf.io.gfile, "rmtree"), (v1.io.gfile, "rmtree")]
+    for api, name in [*deletions, (v1.gfile, "DeleteRecursively")]:
+        setattr(api, name, _deletes_together(getattr(api, name)))
+
+
+def _deletes_together(delete: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(delete)
+    def delete_all(path: Any, *arguments: Any, **options: Any) -> Any:
+        for _ in range(_MAX_DELETIONS):
+            try:
+                return delete(path, *arguments, **options)
+            except (FileNotFoundError, tf.errors.NotFoundError):  # another rank was first
+                if not os.path.exists(path):
+                    return None
+        return delete(path, *arguments, **options)
+
+    return delete_all
 
 
 def _draft(path: Any) -> _Draft | None:

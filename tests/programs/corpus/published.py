@@ -22,10 +22,13 @@ LIBRARIES = {
     "gan": ("tensorflow-gan==2.1.0", "", ""),
     "adversarial": ("neural-structured-learning==1.4.0", "", ""),
     "probability": ("tensorflow-probability==0.23.0", "", ""),
-    "kfac": ("kfac==0.2.4", "--v1", ""),
-    "privacy": ("tensorflow-privacy==0.8.0", "", ""),
-    "privacy_noise": ("tensorflow-privacy==0.8.0", "", "each rank adds noise of its own"),
-    "constrained": ("tensorflow-constrained-optimization==0.2", "", ""),
+    "kfac": ("kfac==0.2.4", "--v1", "curvature is that of each rank's rows"),
+    "privacy_unrolled": ("tensorflow-privacy==0.8.0", "", ""),
+    "constrained": (
+        "tensorflow-constrained-optimization==0.2",
+        "",
+        "its rates are quotients over each rank's rows",
+    ),
     "medical": ("dltk==0.2.1", "--v1", "batch norm is local to each rank"),
 }
 
@@ -104,6 +107,13 @@ PROGRAMS = (
             batch_size=16,
         )
         for name, (source, options, reason) in LIBRARIES.items()
+    ),
+    driver(
+        "privacy",
+        "tensorflow-privacy==0.8.0",
+        "Apache-2.0",
+        command="libraries.py --names privacy",
+        refused="compute gradients outside of the branch, loop or function",
     ),
     driver(
         "old_layers",

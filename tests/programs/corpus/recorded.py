@@ -17,6 +17,7 @@ import hostopt
 
 v1 = tf.compat.v1
 DIRECTORY = os.environ["RECORD_TO"]
+RANK = hostopt.Cluster.from_tf_config().rank or 0  # before the program changes TF_CONFIG
 
 
 class SaveVariables(v1.train.SessionRunHook):
@@ -34,8 +35,7 @@ class SaveVariables(v1.train.SessionRunHook):
         self._save(session, "final")
 
     def _path(self, when):
-        rank = hostopt.Cluster.from_resolver(None).rank or 0
-        return os.path.join(DIRECTORY, f"{self._model}.{when}-{rank}.npz")
+        return os.path.join(DIRECTORY, f"{self._model}.{when}-{RANK}.npz")
 
     def _save(self, session, when):
         values = {variable.name: variable for variable in v1.trainable_variables()}

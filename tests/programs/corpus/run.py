@@ -117,7 +117,7 @@ def _run(program: Program, size: int, scratch: Path) -> tuple[int, str]:
             if code:
                 return code, output
             done.touch()
-    if size > 1:
+    if size > 1 and not program.not_compared:
         _copy_first_checkpoints(scratch / program.name / "1", directory)
     words = program.command.format(**values).split()
     if words[0].endswith(".py"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from programs.corpus.program import Program
 
 ARGUMENTS = "--model-dir={model_dir} --batch-size={batch_size} --steps={steps}"
@@ -12,11 +14,11 @@ SOURCES = {
 }
 
 
-def trains(script: str, *names: str, title: str = "", **fields: object) -> Program:
+def trains(script: str, *names: str, **fields: Any) -> Program:
     """Describes the programs of a script that has them by name."""
     command = f"{script}.py {ARGUMENTS} --names {' '.join(names)}"
-    name = title or (script if len(names) > 1 else f"{script}.{names[0]}")
-    return Program(name, SOURCES[script], "Apache-2.0", command, names, **fields)  # type: ignore
+    name, models = (script, names) if len(names) > 1 else (f"{script}.{names[0]}", ("",))
+    return Program(name, SOURCES[script], "Apache-2.0", command, models, **fields)
 
 
 CANNED = (
