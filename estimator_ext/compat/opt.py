@@ -71,7 +71,9 @@ class DecoupledWeightDecayExtension:
 
 def _after_decay(name: str) -> Callable[..., Any]:
     def apply(self: Any, grad: Any, var: tf.Variable, *indices: Any) -> Any:
-        with tf.control_dependencies([self._decay(var)]):
+        with tf.control_dependencies([getattr(grad, "values", grad)]):
+            decay = self._decay(var)  # after the forward pass has read the weights
+        with tf.control_dependencies([decay]):
             return getattr(super(DecoupledWeightDecayExtension, self), name)(grad, var, *indices)
 
     return apply
