@@ -45,7 +45,7 @@ _DEFAULTS = {
         "num_passes": 1,
         "predict_batch_size": 8,
         "reuse_len": 0,
-        "save_steps": None,
+        "save_steps": 10,
         "shuffle_buffer": 1,
         "warmup_steps": 4,
     },
