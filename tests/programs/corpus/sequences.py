@@ -41,6 +41,7 @@ PROGRAMS = (
         "--train_batch_size={batch_size}",
         options="--v1",
         prepare=DATA,
+        in_cluster=True,
     ),
     Program(
         "opennmt",
