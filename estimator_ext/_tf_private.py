@@ -41,6 +41,7 @@ from tensorflow.python.ops import (
     gradients_util,
     lookup_ops,
     resource_variable_ops,
+    summary_ops_v2,
 )
 from tensorflow.python.training import saver
 
@@ -259,6 +260,9 @@ VARIABLE_POLICIES = distribute_utils.VARIABLE_POLICY_MAPPING
 
 # -- names that programs of TensorFlow 1 use ------------------------------------------------
 
+summary_writer_initializers: Callable[[], list[tf.Operation]] = (
+    summary_ops_v2.summary_writer_initializer_op
+)
 index_table_from_tensor = lookup_ops.index_table_from_tensor
 index_to_string_table_from_tensor = lookup_ops.index_to_string_table_from_tensor
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec, ExportOutput, WarmStartSettings
 from estimator_ext._tf_estimator import RunConfig as StockRunConfig
+from estimator_ext._tf_private import summary_writer_initializers
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator import estimator, run_config
 from estimator_ext.spec import EvalMetrics, Hooks, Step, Tensors, stock_spec
@@ -274,10 +275,22 @@ for _name in ("compute_gradients", "apply_gradients", "get_slot", "get_slot_name
 
 
 class _HostCallHook(tf.compat.v1.train.SessionRunHook):
-    """Runs the operations of a host_call in each step."""
+    """Runs the operations of a host_call in each step, and opens its summary writers."""
 
     def __init__(self, fetches: Any) -> None:
         self._fetches = fetches
+        self._open: list[tf.Operation] = []
+        self._flush: list[tf.Operation] = []
+
+    def begin(self) -> None:
+        self._open = summary_writer_initializers()
+        self._flush = [tf.raw_ops.FlushSummaryWriter(writer=op.inputs[0]) for op in self._open]
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        session.run(self._open)
+
+    def end(self, session: Any) -> None:
+        session.run(self._flush)
 
     def before_run(self, run_context: Any) -> Any:
         return tf.compat.v1.train.SessionRunArgs(self._fetches)

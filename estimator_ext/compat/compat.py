@@ -12,7 +12,7 @@ from typing import Any
 from estimator_ext import tpu
 from estimator_ext._tf_estimator import estimator_v1, estimator_v2
 from estimator_ext._tf_estimator._loading import PACKAGES, check_keras, knows_estimator
-from estimator_ext.compat.contrib import add_contrib
+from estimator_ext.compat.contrib import add_contrib, import_own_names
 from estimator_ext.compat.finder import Finder
 
 # The compat packages are also attributes of each other.
@@ -85,6 +85,7 @@ def use_v1_api() -> None:
 
     Modules that have already imported TensorFlow are not affected.
     """
+    import_own_names()  # while `import tensorflow` imports the API of TensorFlow 2
     v1 = sys.modules["tensorflow.compat.v1"]
     v1.disable_v2_behavior()
     sys.modules["tensorflow"] = v1

@@ -76,7 +76,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     "proto": (f"{_V1}:io",),
     "rnn": (f"{_OWN}.rnn:", f"{_V1}:nn.rnn_cell", f"{_V1}:nn"),
     "saved_model": (f"{_V1}:saved_model",),
-    "seq2seq": (f"{_OWN}.seq2seq:",),
+    "seq2seq": (f"{_OWN}.contrib_names:",),
     "signal": (f"{_V1}:signal",),
     "slim": ("tf_slim:",),
     "slim.nets": ("tf_slim.nets:",),
@@ -161,6 +161,13 @@ def add_contrib(packages: Iterable[Any]) -> None:
     sys.modules[ROOT] = _stand_in("")
     for package in packages:
         package.contrib = sys.modules[ROOT]
+
+
+def import_own_names() -> None:
+    """Imports what this package implements itself."""
+    for source in {source for sources in _SOURCES.values() for source in sources}:
+        if source.startswith(_OWN):
+            pkgutil.resolve_name(source)
 
 
 def missing(name: str) -> UnsupportedError:

@@ -19,32 +19,25 @@ class ModeKeys(_tf_estimator.ModeKeys):
 
 
 class RunConfig(_tf_estimator.RunConfig):
-    """A `tf.estimator.RunConfig` with the arguments of TensorFlow 1, some of which have no effect.
+    """A `tf.estimator.RunConfig` with the arguments of TensorFlow 1.
 
     Args:
-      master: address of a session; without effect, as are num_cores and evaluation_master.
-      log_device_placement: logs the device of each operation.
-      gpu_memory_fraction: fraction of the memory of a GPU.
-      session_config: a `tf.compat.v1.ConfigProto`, in place of these two.
-      **fields: arguments of `tf.estimator.RunConfig`.
+      **fields: arguments of `tf.estimator.RunConfig`, and log_device_placement and
+        gpu_memory_fraction for its session. master, evaluation_master and num_cores are ignored.
     """
 
-    def __init__(
-        self,
-        master: str | None = None,
-        num_cores: int = 0,
-        log_device_placement: bool = False,
-        gpu_memory_fraction: float = 1.0,
-        session_config: Any = None,
-        evaluation_master: str = "",
-        **fields: Any,
-    ) -> None:
-        if session_config is None and (log_device_placement or gpu_memory_fraction != 1):
-            session_config = tf.compat.v1.ConfigProto(log_device_placement=log_device_placement)
-            session_config.gpu_options.per_process_gpu_memory_fraction = gpu_memory_fraction
-        if "save_checkpoints_steps" not in fields:
-            fields.setdefault("save_checkpoints_secs", 600)
-        super().__init__(session_config=session_config, **fields)
+    def __init__(self, master: str | None = None, **fields: Any) -> None:
+        for ignored in ("evaluation_master", "num_cores"):
+            fields.pop(ignored, None)
+        session = tf.compat.v1.ConfigProto()
+        session.log_device_placement = fields.pop("log_device_placement", False)
+        fraction = fields.pop("gpu_memory_fraction", 1)
+        session.gpu_options.per_process_gpu_memory_fraction = fraction
+        if fields.get("session_config") is None and (
+            fraction != 1 or session.log_device_placement
+        ):
+            fields["session_config"] = session
+        super().__init__(**fields)
 
 
 class Experiment:
@@ -52,11 +45,6 @@ class Experiment:
 
     Args:
       estimator: a `tf.estimator.Estimator`.
-      train_input_fn: data of training.
-      eval_input_fn: data of evaluation.
-      eval_metrics: must be None.
-      train_steps: number of steps after which training stops.
-      eval_steps: number of batches of an evaluation.
       **options: train_monitors (hooks), saving_listeners, eval_hooks, eval_delay_secs,
         continuous_eval_throttle_secs and export_strategies (exporters). Others have no effect, as
         each new checkpoint is evaluated.
@@ -122,14 +110,11 @@ def run(
     run_config: Any = None,
     hparams: Any = None,
 ) -> Any:
-    """Runs the experiment that a function returns.
+    """Runs an experiment.
 
     Args:
-      experiment_fn: gets `output_dir`, or else `run_config` and `hparams`.
-      output_dir: the `model_dir`, if there is no `run_config`.
+      experiment_fn: returns it; gets `run_config` and `hparams`, or else `output_dir`.
       schedule: name of a method of the experiment; None for `train_and_evaluate`.
-      run_config: a RunConfig with a `model_dir`.
-      hparams: hyperparameters.
     """
     if run_config is None:
         experiment = experiment_fn(output_dir)

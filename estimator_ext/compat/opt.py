@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow.compat.v2 as tf
@@ -71,7 +71,9 @@ class DecoupledWeightDecayExtension:
 
 def _after_decay(name: str) -> Callable[..., Any]:
     def apply(self: Any, grad: Any, var: tf.Variable, *indices: Any) -> Any:
-        with tf.control_dependencies([self._decay(var)]):
+        with tf.control_dependencies([getattr(grad, "values", grad)]):
+            decay = self._decay(var)  # after the forward pass has read the weights
+        with tf.control_dependencies([decay]):
             return getattr(super(DecoupledWeightDecayExtension, self), name)(grad, var, *indices)
 
     return apply
@@ -90,60 +92,3 @@ def extend_with_decoupled_weight_decay(base_optimizer: type) -> type:
 
 AdamWOptimizer = extend_with_decoupled_weight_decay(tf.compat.v1.train.AdamOptimizer)
 MomentumWOptimizer = extend_with_decoupled_weight_decay(tf.compat.v1.train.MomentumOptimizer)
-
-
-class LARSOptimizer(tf.compat.v1.train.MomentumOptimizer):
-    """Momentum with a rate for each variable: You et al., Large Batch Training of CNNs.
-
-    Args:
-      learning_rate: number or tensor.
-      momentum: fraction of the last change that is kept.
-      weight_decay: fraction of the weights that is added to the gradients.
-      eeta: coefficient of the ratio of the norms of weights and gradients.
-      epsilon: added to the norm of the gradients.
-      name: name of the optimizer.
-      skip_list: parts of names of variables that have the plain rate and do not decay.
-      use_nesterov: uses Nesterov's momentum.
-    """
-
-    def __init__(
-        self,
-        learning_rate: Any,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0001,
-        eeta: float = 0.001,
-        epsilon: float = 0.0,
-        name: str = "LARSOptimizer",
-        skip_list: Sequence[str] | None = None,
-        use_nesterov: bool = False,
-    ) -> None:
-        super().__init__(learning_rate, momentum, name=name, use_nesterov=use_nesterov)
-        self._weight_decay, self._eeta, self._epsilon = weight_decay, eeta, epsilon
-        self._skip_list = skip_list or ()
-
-    _learning_rate_tensor: Any
-
-    def compute_lr(self, grad: Any, var: tf.Variable) -> tuple[Any, Any]:
-        """Returns the learning rate of a variable, and its gradient with the decay."""
-        if any(part in var.name for part in self._skip_list):
-            return self._learning_rate_tensor, grad
-        weights, slope = tf.norm(var), tf.norm(grad)
-        below = slope + self._weight_decay * weights + self._epsilon
-        ratio = tf.math.divide_no_nan(self._eeta * weights, below)
-        ratio = tf.where((weights > 0) & (slope > 0), ratio, tf.ones_like(ratio))
-        rate = tf.cast(self._learning_rate_tensor, ratio.dtype) * ratio
-        return rate, grad + self._weight_decay * var
-
-    def _apply_dense(self, grad: Any, var: tf.Variable) -> Any:
-        return self._scaled(super()._apply_dense, grad, var)
-
-    def _resource_apply_dense(self, grad: Any, var: tf.Variable) -> Any:
-        return self._scaled(super()._resource_apply_dense, grad, var)
-
-    def _scaled(self, apply: Callable[..., Any], grad: Any, var: tf.Variable) -> Any:
-        rate = self._learning_rate_tensor
-        try:
-            self._learning_rate_tensor, grad = self.compute_lr(grad, var)
-            return apply(grad, var)
-        finally:
-            self._learning_rate_tensor = rate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow.compat.v2 as tf
@@ -25,48 +25,36 @@ class Predictor:
         self.feed_tensors = {name: find(each) for name, each in feed_tensors.items()}
         self.fetch_tensors = {name: find(each) for name, each in fetch_tensors.items()}
 
-    def __call__(self, input_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, input_dict: Mapping[str, Any]) -> Any:
         """Returns arrays by the names of the outputs, for arrays by the names of the inputs."""
         unknown = sorted(input_dict.keys() - self.feed_tensors.keys())
         if unknown:
-            raise ValueError(
-                f"The inputs are {sorted(self.feed_tensors)}, but {unknown} were passed"
-            )
+            names = sorted(self.feed_tensors)
+            raise ValueError(f"The inputs are {names}, but {unknown} were passed")
         feeds = {self.feed_tensors[name]: value for name, value in input_dict.items()}
-        result: dict[str, Any] = self.session.run(self.fetch_tensors, feeds)
-        return result
+        return self.session.run(self.fetch_tensors, feeds)
 
 
 def from_saved_model(
     export_dir: str,
-    signature_def_key: str | None = None,
-    signature_def: Any = None,
-    input_names: Mapping[str, str] | None = None,
-    output_names: Mapping[str, str] | None = None,
-    tags: str | Sequence[str] | None = None,
+    signature_def_key: str = "serving_default",
+    *,
+    tags: str = "serve",
     graph: tf.Graph | None = None,
     config: Any = None,
 ) -> Predictor:
-    """Returns a function that predicts with a SavedModel.
+    """Returns a function that predicts with a signature of a SavedModel.
 
     Args:
-      signature_def_key: name of a signature; None for "serving_default".
-      signature_def: the signature itself, in place of its name.
-      input_names: names of tensors by those of inputs, in place of those of a signature.
-      output_names: names of tensors by those of outputs.
-      tags: tags of the model, separated by commas; None for "serve".
+      tags: tags of the model, separated by commas.
       graph: an empty graph; None for a new one.
       config: a `tf.compat.v1.ConfigProto`.
     """
     session = tf.compat.v1.Session(graph=graph or tf.Graph(), config=config)
-    tags = tags.split(",") if isinstance(tags, str) else [*(tags or ["serve"])]
     with session.graph.as_default():
-        model = tf.compat.v1.saved_model.load(session, tags, export_dir)
-    if input_names is None or output_names is None:
-        signature = signature_def or model.signature_def[signature_def_key or "serving_default"]
-        input_names = {name: each.name for name, each in signature.inputs.items()}
-        output_names = {name: each.name for name, each in signature.outputs.items()}
-    return Predictor(session, input_names, output_names)
+        model = tf.compat.v1.saved_model.load(session, tags.split(","), export_dir)
+    signature = model.signature_def[signature_def_key]
+    return Predictor(session, _names(signature.inputs), _names(signature.outputs))
 
 
 def from_estimator(
@@ -79,7 +67,6 @@ def from_estimator(
     """Returns a function that predicts with the newest checkpoint of an estimator.
 
     Args:
-      serving_input_receiver_fn: returns a `tf.estimator.export.ServingInputReceiver`.
       output_key: name of the export output; None for the predictions of the model_fn.
       graph: an empty graph; None for a new one.
       config: a `tf.compat.v1.ConfigProto`.
@@ -95,9 +82,13 @@ def from_estimator(
         outputs = spec.predictions
         if output_key is not None:
             made = spec.export_outputs[output_key].as_signature_def(receiver.receiver_tensors)
-            outputs = {name: each.name for name, each in made.outputs.items()}
+            outputs = _names(made.outputs)
         creator = tf.compat.v1.train.ChiefSessionCreator(
             spec.scaffold, config=config, checkpoint_filename_with_path=checkpoint
         )
         session = tf.compat.v1.train.MonitoredSession(creator)
     return Predictor(session, receiver.receiver_tensors, outputs)
+
+
+def _names(tensors: Mapping[str, Any]) -> dict[str, str]:
+    return {name: each.name for name, each in tensors.items()}

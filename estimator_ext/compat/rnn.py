@@ -1,8 +1,7 @@
-"""Cells of tf.contrib.rnn, and what combines them."""
+"""LSTMs of tf.contrib.rnn that are one operation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow.compat.v2 as tf
@@ -40,10 +39,10 @@ class _BlockLSTM:
         self._weights = {"w": self.add_weight("kernel", [depth + size, 4 * size])}
         self._weights["b"] = self.add_weight("bias", [4 * size], initializer="zeros")
         for gate in "ifo":
-            name = f"wc{gate}"
-            self._weights[name] = tf.zeros([size], self._weights["b"].dtype)
+            peephole = tf.zeros([size], self._weights["b"].dtype)
             if self._attributes["use_peephole"]:
-                self._weights[name] = self.add_weight(f"w_{gate}_diag", [size])
+                peephole = self.add_weight(f"w_{gate}_diag", [size])
+            self._weights[f"wc{gate}"] = peephole
         self.built = True
 
     def _run(self, inputs: Any, state: Any, steps: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -135,35 +134,3 @@ class TimeReversedFusedRNN:
         options.update(initial_state=initial_state, dtype=dtype, sequence_length=sequence_length)
         outputs, state = self._cell(reverse(inputs), **options)
         return reverse(outputs), state
-
-
-def stack_bidirectional_dynamic_rnn(
-    cells_fw: Sequence[Any],
-    cells_bw: Sequence[Any],
-    inputs: Any,
-    initial_states_fw: Sequence[Any] | None = None,
-    initial_states_bw: Sequence[Any] | None = None,
-    dtype: Any = None,
-    sequence_length: Any = None,
-    **options: Any,
-) -> tuple[tf.Tensor, tuple[Any, ...], tuple[Any, ...]]:
-    """Returns the outputs of layers in both directions, and the final states of each direction.
-
-    Args:
-      inputs: [batch, time, depth]; each layer reads the outputs of both directions of the last.
-      **options: scope, and arguments of `tf.compat.v1.nn.bidirectional_dynamic_rnn`.
-    """
-    states, nothing = [], [None] * len(cells_fw)
-    options.update(dtype=dtype, sequence_length=sequence_length)
-    befores = initial_states_fw or nothing, initial_states_bw or nothing
-    with tf.compat.v1.variable_scope(options.pop("scope", None) or "stack_bidirectional_rnn"):
-        for index, (forward, backward, *before) in enumerate(zip(cells_fw, cells_bw, *befores)):
-            with tf.compat.v1.variable_scope(f"cell_{index}"):
-                given = dict(zip(("initial_state_fw", "initial_state_bw"), before))
-                outputs, state = tf.compat.v1.nn.bidirectional_dynamic_rnn(
-                    forward, backward, inputs, **given, **options
-                )
-            inputs = tf.concat(outputs, 2)
-            states.append(state)
-    states_fw, states_bw = zip(*states)
-    return inputs, states_fw, states_bw

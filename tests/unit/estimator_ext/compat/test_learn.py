@@ -1,4 +1,4 @@
-"""Experiments of tf.contrib.learn and functions of tf.contrib.predictor, with a small estimator."""
+"""Experiments of tf.contrib.learn and tf.contrib.predictor, with a small estimator."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def experiment_fn(run_config: Any, hparams: int) -> learn.Experiment:
 def test_an_experiment_trains_evaluates_and_exports(tmp_path: Path) -> None:
     config = learn.RunConfig(model_dir=str(tmp_path), gpu_memory_fraction=0.5, tf_random_seed=1)
     assert config.session_config.gpu_options.per_process_gpu_memory_fraction == 0.5
-    assert (config.tf_random_seed, config.save_checkpoints_secs) == (1, 600)
+    assert config.tf_random_seed == 1
     metrics, _ = learn.run(experiment_fn, run_config=config, hparams=10)
     assert metrics["global_step"] == 10
     assert metrics["loss"] < 1e-3

@@ -99,23 +99,3 @@ def test_weights_decay_with_any_optimizer() -> None:
     np.testing.assert_allclose(other, ones, rtol=1e-6)
     momentum, _ = trained(lambda: opt.MomentumWOptimizer(0.01, 0.1, 0.0), True, True)
     np.testing.assert_allclose(momentum, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("is_resource", [False, True])
-def test_lars_scales_the_rate_by_norms(is_resource: bool) -> None:
-    rows, other = trained(
-        lambda: opt.LARSOptimizer(0.5, 0.9, 0.01, eeta=0.1, epsilon=0.2, skip_list=["other"]),
-        is_resource,
-        is_sparse=False,
-    )
-    value, momentum = START.copy(), np.zeros_like(START)
-    plain, plain_momentum = OTHER.copy(), np.zeros_like(OTHER)
-    for gradient in DENSE:
-        weights = np.linalg.norm(value)
-        ratio = 0.1 * weights / (np.linalg.norm(gradient) + 0.01 * weights + 0.2)
-        momentum = 0.9 * momentum + gradient + 0.01 * value
-        value -= 0.5 * ratio * momentum
-        plain_momentum = 0.9 * plain_momentum + 1
-        plain -= 0.5 * plain_momentum
-    np.testing.assert_allclose(rows, value, rtol=1e-6)
-    np.testing.assert_allclose(other, plain, rtol=1e-6)

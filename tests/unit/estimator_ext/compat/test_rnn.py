@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,11 +25,11 @@ def computed(build: Callable[[tf.Tensor], tuple[Any, Any]]) -> tuple[Any, Any, A
         with v1.variable_scope("rnn"):
             outputs, state = build(inputs)
         variables = v1.trainable_variables()
-        random = np.random.default_rng(1)
         loss = tf.reduce_sum(outputs**2) + sum(tf.reduce_sum(e**3) for e in tf.nest.flatten(state))
         slopes = tf.gradients(loss, [*variables, inputs])
         session.run(v1.global_variables_initializer())
         for variable in variables:
+            random = np.random.default_rng(zlib.crc32(variable.op.name.split("/")[-1].encode()))
             variable.load(random.normal(size=variable.shape), session)
         values = session.run([outputs, state, slopes])
         return (*values[:2], [each.op.name for each in variables], values[2])
@@ -62,18 +63,16 @@ def test_a_fused_cell_is_a_loop_over_a_basic_cell(bias: float, lengths: Any) -> 
         check_equal(fused[index], basic[index])
 
 
-@pytest.mark.parametrize("has_peepholes", [False, True])
-def test_a_block_cell_is_an_lstm_cell(has_peepholes: bool) -> None:
-    options: dict[str, Any] = {"use_peephole": has_peepholes, "cell_clip": 0.3}
-    block = computed(dynamic(lambda: rnn.LSTMBlockCell(UNITS, **options)))
+@pytest.mark.parametrize("peephole", [False, True])
+def test_a_block_cell_is_an_lstm_cell(peephole: bool) -> None:
+    clip = 0.3
+    block = computed(dynamic(lambda: rnn.LSTMBlockCell(UNITS, 1.0, clip, peephole)))
     stock = computed(
-        dynamic(lambda: v1.nn.rnn_cell.LSTMCell(UNITS, use_peepholes=has_peepholes, cell_clip=0.3))
+        dynamic(lambda: v1.nn.rnn_cell.LSTMCell(UNITS, use_peepholes=peephole, cell_clip=clip))
     )
-    assert block[2][:2] == ["rnn/cell/lstm_cell/kernel", "rnn/cell/lstm_cell/bias"]
-    assert len(block[2]) == (5 if has_peepholes else 2)
-    if not has_peepholes:
-        for index in (0, 1):
-            check_equal(block[index], stock[index])
+    assert sorted(block[2]) == sorted(stock[2])
+    for index in (0, 1):
+        check_equal(block[index], stock[index])
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
@@ -102,31 +101,3 @@ def test_a_reversed_cell_reads_each_sequence_from_its_end(lengths: Any) -> None:
     both = computed(by_bidirectional)
     for index in (0, 1, 3):
         check_equal(reverse[index], both[index])
-
-
-def test_layers_in_both_directions() -> None:
-    def build(inputs: tf.Tensor) -> tuple[Any, Any]:
-        cells = [[v1.nn.rnn_cell.GRUCell(UNITS) for _ in range(2)] for _ in "fb"]
-        outputs, *states = rnn.stack_bidirectional_dynamic_rnn(
-            *cells, tf.transpose(inputs, [1, 0, 2]), dtype=tf.float32, sequence_length=LENGTHS
-        )
-        return outputs, tuple(states)
-
-    def by_hand(inputs: tf.Tensor) -> tuple[Any, Any]:
-        outputs, states = tf.transpose(inputs, [1, 0, 2]), []
-        for index in range(2):
-            with v1.variable_scope(f"stack_bidirectional_rnn/cell_{index}"):
-                pair, state = v1.nn.bidirectional_dynamic_rnn(
-                    *(v1.nn.rnn_cell.GRUCell(UNITS) for _ in "fb"),
-                    outputs,
-                    LENGTHS,
-                    dtype=tf.float32,
-                )
-            outputs = tf.concat(pair, 2)
-            states.append(state)
-        return outputs, tuple(zip(*states))
-
-    actual, expected = computed(build), computed(by_hand)
-    assert actual[2] == expected[2]
-    for index in (0, 1, 3):
-        check_equal(actual[index], expected[index])
