@@ -165,7 +165,7 @@ class HostOffloadExtended(_RankExtended):
     # -- variables -------------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        variable = _true_in_version_1(self._place_variable(next_creator, **kwargs))
+        variable = _like_reference_in_version_1(self._place_variable(next_creator, **kwargs))
         if self.reduction is self._default_reduction and self._size > 1:
             # only the initializer takes rank 0's value: TensorFlow also uses initial_value
             name = f"the initial value of {variable.op.name!r}"
@@ -368,18 +368,21 @@ def _read_where_needed(variable: Any, always_cached: bool) -> None:
     variable.value = value
 
 
-class _TrueVariable(ResourceVariable):
-    """A variable that is true, as a reference variable of TensorFlow 1 is, without being read."""
+class _LikeReference(ResourceVariable):
+    """A variable with what programs read of a reference variable of TensorFlow 1."""
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> bool:  # true without being read
         return True
 
+    def _ref(self) -> tf.Tensor:
+        return self.value()
 
-def _true_in_version_1(variable: Any) -> Any:
+
+def _like_reference_in_version_1(variable: Any) -> Any:
     """Makes `average if average else variable` choose in TensorFlow 1 as it does without ranks.
 
     A strategy always creates resource variables, whose truth is that of their value.
     """
     if not tf.compat.v1.resource_variables_enabled() and type(variable) is ResourceVariable:
-        variable.__class__ = _TrueVariable
+        variable.__class__ = _LikeReference
     return variable

@@ -28,6 +28,8 @@ PROGRAMS = (
         "-num_train_epochs={epochs} -learning_rate=0.001",
         options="--v1",
         prepare=DATA,
+        in_cluster=True,
+        noise="/key/bias:",
     ),
     Program(
         "with_xlnet",
@@ -39,6 +41,7 @@ PROGRAMS = (
         "--train_batch_size={batch_size}",
         options="--v1",
         prepare=DATA,
+        in_cluster=True,
     ),
     Program(
         "opennmt",
@@ -71,5 +74,12 @@ PROGRAMS = (
             f"-m estimator_ext -m tensor2tensor.bin.t2t_datagen {T2T} --tmp_dir={{data}}/tmp",
         ),
         not_compared="its batches are of sentences of like length, by their number of tokens",
+    ),
+    Program(
+        "with_spleeter",
+        "spleeter==2.1.0",
+        "MIT",
+        "with_spleeter.py --model-dir={model_dir} --batch-size={batch_size} --steps={steps}",
+        batch_size=8,
     ),
 )

@@ -1,5 +1,6 @@
 """The main of xlnet.run_classifier, which on PyPI reads flags that it does not define."""
 
+import numpy as np
 import tensorflow as tf
 from absl import flags
 from xlnet import run_classifier
@@ -45,7 +46,7 @@ _DEFAULTS = {
         "num_passes": 1,
         "predict_batch_size": 8,
         "reuse_len": 0,
-        "save_steps": None,
+        "save_steps": 10,
         "shuffle_buffer": 1,
         "warmup_steps": 4,
     },
@@ -58,4 +59,5 @@ for _kind, _values in _DEFAULTS.items():
         getattr(flags, f"DEFINE_{_kind}")(_name, _value, "")
 
 if __name__ == "__main__":
+    np.random.seed(1)  # it shuffles its examples
     tf.app.run(run_classifier.main)
