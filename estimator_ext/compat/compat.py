@@ -155,7 +155,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     "training": ("estimator_ext.compat.hparams:", "tf_slim.training:", f"{_V1}:train"),
 }
 _SLIM = "tf_slim"
-_ADVICE = "Replace it in the program, or remove the code that needs it"
+ADVICE = "Replace it in the program, or remove the code that needs it"
 ROOT = "tensorflow.contrib"
 
 
@@ -175,7 +175,7 @@ def missing(name: str) -> UnsupportedError:
     """Returns the error for a module of tf.contrib that has no replacement."""
     return UnsupportedError(
         f"the program uses tf.contrib.{name}, which TensorFlow removed without a replacement. "
-        f"{_ADVICE}"
+        f"{ADVICE}"
     )
 
 
@@ -184,7 +184,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _find(part: str, name: str) -> Any:
-    advice = _ADVICE
+    advice = ADVICE
     for source in _SOURCES[part]:
         try:
             owner = pkgutil.resolve_name(source)

@@ -1,0 +1,353 @@
+"""`python -m estimator_ext --check`: says what a program needs, without running it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from estimator_ext.compat.compat import ADVICE, ROOT, missing
+from estimator_ext.compat.reader import Reader, Use, When
+from estimator_ext.compat.tensorflow_1 import parsed, values_of_dimensions
+from estimator_ext.errors import UnsupportedError
+
+_KNOWN = re.compile(r"(tensorflow|tf_slim|keras|horovod|smdistributed)\b")
+_HOROVOD = re.compile(r"horovod(\.tensorflow)?(\.keras)?:|smdistributed\.dataparallel\.tensorflow:")
+_OLD_PYTHON = {"urllib2", "urlparse", "cPickle", "StringIO", "cStringIO", "ConfigParser", "Queue"}
+_OLD_PYTHON |= {"HTMLParser", "__builtin__", "commands", "imp", "distutils"}
+_ESTIMATOR = re.compile(
+    r"(\w*Estimator|model_to_estimator|(DNN|Linear|Baseline|BoostedTrees)\w*(Classifier|Regressor))"
+)
+_ONE_PROCESS = re.compile(r"tensorflow\b.*[.:](Mirrored|OneDevice|CentralStorage)Strategy$")
+_REFUSED = {  # calls
+    r"tensorflow\b.*[.:]ParameterServerStrategy(V1)?": "There are no parameter servers. Remove it",
+    r"tensorflow\b.*[.:]train\.(Server|SyncReplicasOptimizer|replica_device_setter)": "It belongs "
+    "to a loop over parameter servers. Train an Estimator, or run the program in one process",
+}
+_SESSIONS = re.compile(
+    r"tensorflow\b.*[.:](MonitoredTrainingSession|Supervisor|(slim\.learning|contrib\.training)\.train)"
+)
+_NO_TPU = "There is no TPU. Pass False"
+
+
+class Problem(NamedTuple):
+    """Something that a file lacks.
+
+    Args:
+      word: "needs" or "cannot".
+      name: what it needs, or cannot do.
+      advice: what to do about it.
+      line: number of the line.
+      when: when it is needed.
+      file: the file that has the line.
+    """
+
+    word: str
+    name: str
+    advice: str
+    line: int
+    when: When
+    file: Path
+
+
+@dataclass
+class File:
+    """What is known of a file.
+
+    Args:
+      path: its path.
+      is_program: True if it builds an estimator.
+      uses_tensorflow: True if it imports TensorFlow.
+      uses: the names that it uses of modules outside the checked tree.
+      imports: files of the tree that it imports, with the line, and when.
+      problems: those of any run, without those of `uses`.
+      v1_problems: those that the option --v1 solves.
+      options: options that a run needs.
+    """
+
+    path: Path
+    is_program: bool = False
+    uses_tensorflow: bool = False
+    uses: list[Use] = field(default_factory=list)
+    imports: list[tuple[Path, When]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    v1_problems: list[Problem] = field(default_factory=list)
+    options: set[str] = field(default_factory=set)
+
+
+class Tree:
+    """The files of a folder, or a program and the files beside it that it imports."""
+
+    def __init__(self, root: Path) -> None:
+        self._files: dict[Path, File] = {}
+        self._root = root.resolve()
+        folder = self._root if self._root.is_dir() else self._root.parent
+        self._bases = [folder]
+        while _exists(folder / "__init__.py"):
+            folder = folder.parent
+        self._bases.append(folder)
+        self._present = {path.stem for path in _sources(self._bases[0])}
+        self._present |= {path.parent.name for path in _sources(self._bases[0])}
+
+    def files(self) -> list[File]:
+        if self._root.is_dir():
+            return [self.file(path) for path in _sources(self._root)]
+        return [self.file(path) for path in self._closure(self._root, When.CALLED)]
+
+    def file(self, path: Path) -> File:
+        if path not in self._files:
+            self._files[path] = self._read(path)
+        return self._files[path]
+
+    def problems(self, file: File, is_v1: bool) -> list[Problem]:
+        """Returns the problems of a file, and those that it has when it imports other files."""
+        others = [self.file(path) for path in self._closure(file.path, When.IMPORTED)[1:]]
+        found = [each for other in others for each in self._own(other, is_v1)]
+        return self._own(file, is_v1) + [each for each in found if each.when == When.IMPORTED]
+
+    def choose(self, file: File) -> tuple[set[str], list[Problem]]:
+        """Returns the options with which a file has the fewest problems, and those problems."""
+        related = [file]
+        if file.is_program:
+            related = [self.file(path) for path in self._closure(file.path, When.CALLED)]
+        found = {}
+        for is_v1 in (False, True):
+            problems = self.problems(file, is_v1)
+            called = sum(len(self._own(each, is_v1)) for each in related)
+            imported = sum(each.when == When.IMPORTED for each in problems)
+            found[is_v1] = (imported, called), problems
+        is_v1 = found[True][0] < found[False][0]
+        options = {"--v1"} if is_v1 else set()
+        return options.union(*(each.options for each in related)), found[is_v1][1]
+
+    def _own(self, file: File, is_v1: bool) -> list[Problem]:
+        lacking = []
+        for use in file.uses:
+            lacks = [_lack(name, use.how, is_v1) for name in use.names]
+            if lacks and all(lacks):
+                word, name, advice = lacks[0] or ("", "", "")
+                lacking.append(Problem(word, name, advice, use.line, use.when, file.path))
+        return file.problems + lacking + ([] if is_v1 else file.v1_problems)
+
+    def _read(self, path: Path) -> File:
+        file = File(path)
+        try:
+            tree = parsed(path)
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", 0) or 0
+            advice = f"Python {sys.version_info[0]} does not read it: {getattr(error, 'msg', error)}"
+            name = "be read"
+            file.problems.append(Problem("cannot", name, advice, line, When.IMPORTED, path))
+            file.uses_tensorflow = b"tensorflow" in path.read_bytes()
+            return file
+        reader = Reader(tree)
+        file.uses_tensorflow = any(map(_KNOWN.match, reader.imported))
+        for use in reader.uses:
+            files = self._imported(use.names[0], path)
+            if files is None:
+                self._add(file, use)
+            elif use.how in (ast.Import, ast.ImportFrom):
+                file.imports += [(each, use.when) for each in files]
+        if path != self._root and path.name != "__init__.py":
+            file.imports += [(each, When.IMPORTED) for each in self._packages(path)]
+        for node in values_of_dimensions(tree):
+            use = f"{ast.unparse(node)}", "Run it with --v1"
+            file.v1_problems.append(Problem("needs", *use, node.lineno, When.CALLED, path))
+        self._add_calls(file, tree)
+        return file
+
+    def _add(self, file: File, use: Use) -> None:
+        name = use.names[0]
+        if _HOROVOD.match(name):
+            file.options.add("--hvd")
+            return
+        if use.how is ast.Call:
+            if _ONE_PROCESS.match(name):
+                file.options.add("--replace-strategy")
+            for pattern, advice in _REFUSED.items():
+                if re.fullmatch(pattern, name):
+                    text = f"use {_shown(name)}"
+                    file.problems.append(Problem("cannot", text, advice, use.line, use.when, file.path))
+        if name.split(":")[0].split(".")[0] not in self._present - set(sys.modules):
+            file.uses.append(use)
+
+    def _add_calls(self, file: File, tree: ast.AST) -> None:
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            file.is_program |= bool(_ESTIMATOR.fullmatch(name))
+            given = {each.arg: getattr(each.value, "value", "") for each in node.keywords}
+            if name == "TPUEstimator" and None not in given:
+                given.setdefault("use_tpu", True)
+            if given.get("use_tpu") is True:
+                what = "use_tpu=False", _NO_TPU
+                file.problems.append(Problem("needs", *what, node.lineno, When.RUN, file.path))
+            first = [getattr(each, "value", "") for each in node.args[:2]]
+            if name.startswith("DEFINE_bool") and first == ["use_tpu", True]:
+                what = "--use_tpu=false", _NO_TPU
+                file.problems.append(Problem("needs", *what, node.lineno, When.RUN, file.path))
+
+    def _closure(self, path: Path, when: When) -> list[Path]:
+        found = {path: None}
+        waiting = [path]
+        while waiting:
+            for other, at in self.file(waiting.pop()).imports:
+                if at <= when and other not in found:
+                    found[other] = None
+                    waiting.append(other)
+        return list(found)
+
+    def _packages(self, path: Path) -> Iterator[Path]:
+        folder = path.parent
+        while _exists(folder / "__init__.py"):
+            yield folder / "__init__.py"
+            folder = folder.parent
+
+    def _imported(self, name: str, path: Path) -> list[Path] | None:
+        """Returns the files of the tree that an import runs; None if it is from elsewhere."""
+        module, _, attributes = name.partition(":")
+        parts = [*module.lstrip(".").split("."), attributes.partition(".")[0]]
+        dots = len(module) - len(module.lstrip("."))
+        bases = [path.parents[dots - 1]] if dots else [*self._bases, path.parent]
+        found = (_files(base, tuple(filter(None, parts))) for base in bases)
+        return next(filter(None, found), [] if dots else None)
+
+
+@functools.cache
+def _exists(path: Path) -> bool:
+    return path.exists()
+
+
+def _sources(folder: Path) -> list[Path]:
+    found = (path for path in folder.rglob("*.py"))
+    hidden = (each for each in found if not any(p.startswith(".") for p in each.parts))
+    return sorted(hidden)
+
+
+@functools.cache
+def _files(folder: Path, parts: tuple[str, ...]) -> list[Path]:
+    found = []
+    for part in parts:
+        if _exists(folder / f"{part}.py"):
+            return [*found, folder / f"{part}.py"]
+        folder = folder / part
+        if not _exists(folder / "__init__.py"):
+            break
+        found.append(folder / "__init__.py")
+    return found
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _lack(name: str, how: type[ast.AST], is_v1: bool) -> tuple[str, str, str] | None:
+    """Returns what is missing of a name: a word, the name, and what to do."""
+    module, _, attributes = name.partition(":")
+    root = module.partition(".")[0]
+    if root not in sys.modules:
+        if importlib.util.find_spec(root) is not None:
+            return None
+        if root in _OLD_PYTHON:
+            return "cannot", f"import {root}", "This Python does not have it. " + ADVICE
+        return "needs", f"the package {root}", "Install it"
+    try:
+        found = _module(module, is_v1)
+    except ImportError as error:
+        return _lacking(error.name or module)
+    path = module
+    for part in filter(None, attributes.split(".")):
+        if not isinstance(found, (ModuleType, type)):
+            return None
+        path += f".{part}"
+        try:
+            found = getattr(found, part)
+        except UnsupportedError as error:
+            return "needs", _shown(path), str(error).partition(". ")[2]
+        except (AttributeError, ImportError):
+            try:
+                if how is not ast.ImportFrom and root == "tensorflow":
+                    return _lacking(path)
+                found = _module(path, is_v1)
+            except ImportError:
+                return _lacking(path)
+    return None
+
+
+def _module(name: str, is_v1: bool) -> object:
+    """Imports a module if it is one of TensorFlow; others are found, if they are loaded."""
+    root, _, rest = name.partition(".")
+    if root == "tensorflow":
+        if is_v1:
+            try:
+                return importlib.import_module(f"tensorflow.compat.v1.{rest}".rstrip("."))
+            except ImportError:
+                pass
+        return importlib.import_module(name)
+    if name in sys.modules:
+        return sys.modules[name]
+    if importlib.util.find_spec(name) is None:
+        raise ImportError(name=name)
+    return None
+
+
+def _lacking(name: str) -> tuple[str, str, str]:
+    if name.startswith(f"{ROOT}."):
+        error = missing(name[len(ROOT) + 1 :])
+        return "needs", _shown(name), str(error).partition(". ")[2]
+    return "needs", _shown(name), ADVICE
+
+
+def _shown(name: str) -> str:
+    name = name.replace(":", ".")
+    return re.sub(r"^tensorflow\.(?!python)", "tf.", name)
+
+
+# -- output ------------------------------------------------------------------------------------
+
+
+def check(root: str) -> int:
+    """Prints a line for each file that uses TensorFlow, and a summary.
+
+    Returns:
+      The exit code: 0 if all files run, 78 otherwise.
+    """
+    tree = Tree(Path(root))
+    files = tree.files()
+    shown = [file for file in files if file.uses_tensorflow or file.is_program]
+    counts: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    needed: Counter[str] = Counter()
+    for file in shown:
+        options, problems = tree.choose(file)
+        word = _word(problems) or " ".join(["runs", *(["with"] if options else []), *sorted(options)])
+        print(f"{file.path}: {word}")
+        counts[file.is_program][word.partition(" (")[0].split(" ")[0]] += 1
+        needed.update({problem.name for problem in problems})
+    print(counts, needed.most_common(10), len(files) - len(shown))
+    return 0
+
+
+def _word(problems: Iterable[Problem]) -> str:
+    groups: dict[tuple[str, str], dict[str, list[Problem]]] = defaultdict(lambda: defaultdict(list))
+    for problem in problems:
+        groups[problem.word, problem.advice][problem.name].append(problem)
+    texts = []
+    for (word, advice), names in groups.items():
+        texts.append(f"{word} {', '.join(f'{name} {_place(each)}' for name, each in names.items())}: {advice}")
+    return "; ".join(texts)
+
+
+def _place(problems: list[Problem]) -> str:
+    return str([f"{p.file.name}:{p.line}" for p in problems][:4])
