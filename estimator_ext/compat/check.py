@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-import tensorflow as tf
+import hostopt
 
 from estimator_ext.compat.compat import ADVICE, ROOT, missing
 from estimator_ext.compat.reader import Reader, Use, When
@@ -23,7 +25,9 @@ from estimator_ext.compat.tensorflow_1 import parsed, values_of_dimensions
 from estimator_ext.errors import UnsupportedError
 
 _KNOWN = re.compile(r"(tensorflow|tf_slim|keras|horovod|smdistributed)\b")
-_HOROVOD = re.compile(r"horovod(\.tensorflow)?(\.keras)?:|smdistributed\.dataparallel\.tensorflow:")
+_HOROVOD = re.compile(
+    r"horovod(\.tensorflow)?(\.keras)?:|smdistributed\.dataparallel\.tensorflow:"
+)
 _OLD_PYTHON = {"urllib2", "urlparse", "cPickle", "StringIO", "cStringIO", "ConfigParser", "Queue"}
 _OLD_PYTHON |= {"HTMLParser", "__builtin__", "commands", "imp", "distutils"}
 _ESTIMATOR = re.compile(
@@ -146,7 +150,9 @@ class Tree:
             tree = parsed(path)
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", 0) or 0
-            advice = f"Python {sys.version_info[0]} does not read it: {getattr(error, 'msg', error)}"
+            advice = (
+                f"Python {sys.version_info[0]} does not read it: {getattr(error, 'msg', error)}"
+            )
             name = "be read"
             file.problems.append(Problem("cannot", name, advice, line, When.IMPORTED, path))
             file.uses_tensorflow = b"tensorflow" in path.read_bytes()
@@ -172,13 +178,18 @@ class Tree:
         if _HOROVOD.match(name):
             file.options.add("--hvd")
             return
+        if name.startswith("keras") and importlib.metadata.version("keras")[0] == "3":
+            what = "tf.keras in the place of keras", "keras is Keras 3, which has no graphs"
+            file.problems.append(Problem("needs", *what, use.line, When.CALLED, file.path))
         if use.how is ast.Call:
             if _ONE_PROCESS.match(name):
                 file.options.add("--replace-strategy")
             for pattern, advice in _REFUSED.items():
                 if re.fullmatch(pattern, name):
                     text = f"use {_shown(name)}"
-                    file.problems.append(Problem("cannot", text, advice, use.line, use.when, file.path))
+                    file.problems.append(
+                        Problem("cannot", text, advice, use.line, use.when, file.path)
+                    )
         if name.split(":")[0].split(".")[0] not in self._present - set(sys.modules):
             file.uses.append(use)
 
@@ -290,7 +301,7 @@ def _module(name: str, is_v1: bool) -> object:
     """Imports a module if it is one of TensorFlow; others are found, if they are loaded."""
     root, _, rest = name.partition(".")
     if root == "tensorflow":
-        if is_v1:
+        if is_v1 and not rest.startswith("compat"):
             try:
                 return importlib.import_module(f"tensorflow.compat.v1.{rest}".rstrip("."))
             except ImportError:
@@ -321,6 +332,9 @@ def _shown(name: str) -> str:
 def check(root: str) -> int:
     """Prints a line for each file that uses TensorFlow, and a summary.
 
+    Args:
+      root: a program, or a folder.
+
     Returns:
       The exit code: 0 if all files run, 78 otherwise.
     """
@@ -331,23 +345,43 @@ def check(root: str) -> int:
     needed: Counter[str] = Counter()
     for file in shown:
         options, problems = tree.choose(file)
-        word = _word(problems) or " ".join(["runs", *(["with"] if options else []), *sorted(options)])
-        print(f"{file.path}: {word}")
-        counts[file.is_program][word.partition(" (")[0].split(" ")[0]] += 1
+        with_options = " ".join(["with", *sorted(options)] if options else [])
+        word = _text(file, problems) or f"runs {with_options}".strip()
+        if problems and options:
+            word += f". Then run it {with_options}"
+        print(f"{os.path.relpath(file.path)}: {word}")
+        counts[file.is_program][problems[0].word if problems else word] += 1
         needed.update({problem.name for problem in problems})
-    print(counts, needed.most_common(10), len(files) - len(shown))
-    return 0
+    for kind, words in (("programs", counts[True]), ("modules", counts[False])):
+        texts = [f"{number} {word}" for word, number in words.most_common()]
+        print(f"{kind}: {', '.join(texts) or 'none'}")
+    if needed:
+        texts = [f"{name} ({number})" for name, number in needed.most_common(10)]
+        print(f"most often: {', '.join(texts)}")
+    if len(files) > len(shown):
+        print(f"without TensorFlow: {len(files) - len(shown)} files")
+    return hostopt.ConfigError.exit_code if needed else 0
 
 
-def _word(problems: Iterable[Problem]) -> str:
-    groups: dict[tuple[str, str], dict[str, list[Problem]]] = defaultdict(lambda: defaultdict(list))
+def _text(file: File, problems: Iterable[Problem]) -> str:
+    groups: dict[tuple[str, str], dict[str, list[Problem]]] = {}
     for problem in problems:
-        groups[problem.word, problem.advice][problem.name].append(problem)
-    texts = []
-    for (word, advice), names in groups.items():
-        texts.append(f"{word} {', '.join(f'{name} {_place(each)}' for name, each in names.items())}: {advice}")
-    return "; ".join(texts)
+        names = groups.setdefault((problem.word, problem.advice), {})
+        names.setdefault(problem.name, []).append(problem)
+    return "; ".join(
+        f"{word} {', '.join(f'{name}{_place(file, each)}' for name, each in names.items())}: "
+        f"{advice}"
+        for (word, advice), names in groups.items()
+    )
 
 
-def _place(problems: list[Problem]) -> str:
-    return str([f"{p.file.name}:{p.line}" for p in problems][:4])
+def _place(file: File, problems: list[Problem]) -> str:
+    """Returns in which lines a name is needed, and whether only functions need it."""
+    lines = [
+        f"line {each.line}" if each.file == file.path else f"{each.file.name}:{each.line}"
+        for each in sorted(problems, key=lambda each: each.when)
+    ]
+    different = list(dict.fromkeys(lines))
+    more = [f"{len(different) - 2} more"] if len(different) > 2 else []
+    is_later = all(each.when == When.CALLED for each in problems)
+    return f"{' when called' if is_later else ''} ({', '.join(different[:2] + more)})"
