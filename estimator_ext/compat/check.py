@@ -18,9 +18,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 import hostopt
-
 from estimator_ext.compat.compat import ADVICE, ROOT, missing
-from estimator_ext.compat.reader import Reader, Use, When
+from estimator_ext.compat.reader import Reader, Use, When, is_main
 from estimator_ext.compat.tensorflow_1 import parsed, values_of_dimensions
 from estimator_ext.errors import UnsupportedError
 
@@ -39,9 +38,10 @@ _REFUSED = {  # calls
     r"tensorflow\b.*[.:]train\.(Server|SyncReplicasOptimizer|replica_device_setter)": "It belongs "
     "to a loop over parameter servers. Train an Estimator, or run the program in one process",
 }
-_SESSIONS = re.compile(
-    r"tensorflow\b.*[.:](MonitoredTrainingSession|Supervisor|(slim\.learning|contrib\.training)\.train)"
+_TRAINS = re.compile(  # in a session
+    r"tensorflow\b.*[.:](MonitoredTrainingSession|Supervisor|(slim\.learning|training)\.train)"
 )
+_NO_ESTIMATOR = "It has no Estimator. Run it in one process"
 _NO_TPU = "There is no TPU. Pass False"
 
 
@@ -71,6 +71,7 @@ class File:
 
     Args:
       path: its path.
+      is_script: True if it asks whether it is run.
       is_program: True if it builds an estimator.
       uses_tensorflow: True if it imports TensorFlow.
       uses: the names that it uses of modules outside the checked tree.
@@ -78,9 +79,11 @@ class File:
       problems: those of any run, without those of `uses`.
       v1_problems: those that the option --v1 solves.
       options: options that a run needs.
+      found: all its problems, without and with --v1.
     """
 
     path: Path
+    is_script: bool = False
     is_program: bool = False
     uses_tensorflow: bool = False
     uses: list[Use] = field(default_factory=list)
@@ -88,6 +91,11 @@ class File:
     problems: list[Problem] = field(default_factory=list)
     v1_problems: list[Problem] = field(default_factory=list)
     options: set[str] = field(default_factory=set)
+    found: dict[bool, list[Problem]] = field(default_factory=dict)
+
+    def add(self, word: str, name: str, advice: str, line: int, when: When = When.CALLED) -> None:
+        """Adds a problem of any run."""
+        self.problems.append(Problem(word, name, advice, line, when, self.path))
 
 
 class Tree:
@@ -105,11 +113,13 @@ class Tree:
         self._present |= {path.parent.name for path in _sources(self._bases[0])}
 
     def files(self) -> list[File]:
+        """Returns all files of the folder, or the program and what it imports."""
         if self._root.is_dir():
             return [self.file(path) for path in _sources(self._root)]
         return [self.file(path) for path in self._closure(self._root, When.CALLED)]
 
     def file(self, path: Path) -> File:
+        """Returns what is known of a file, which is read once."""
         if path not in self._files:
             self._files[path] = self._read(path)
         return self._files[path]
@@ -136,65 +146,63 @@ class Tree:
         return options.union(*(each.options for each in related)), found[is_v1][1]
 
     def _own(self, file: File, is_v1: bool) -> list[Problem]:
-        lacking = []
-        for use in file.uses:
-            lacks = [_lack(name, use.how, is_v1) for name in use.names]
-            if lacks and all(lacks):
-                word, name, advice = lacks[0] or ("", "", "")
-                lacking.append(Problem(word, name, advice, use.line, use.when, file.path))
-        return file.problems + lacking + ([] if is_v1 else file.v1_problems)
+        if is_v1 not in file.found:
+            found = file.found[is_v1] = file.problems + ([] if is_v1 else file.v1_problems)
+            for use in file.uses:
+                lacks = [_lack(name, use.how is ast.ImportFrom, is_v1) for name in use.names]
+                if all(lacks):
+                    found.append(
+                        Problem(*(lacks[0] or ("", "", "")), use.line, use.when, file.path)
+                    )
+        return file.found[is_v1]
 
     def _read(self, path: Path) -> File:
         file = File(path)
         try:
             tree = parsed(path)
         except (SyntaxError, ValueError) as error:
-            line = getattr(error, "lineno", 0) or 0
-            advice = (
-                f"Python {sys.version_info[0]} does not read it: {getattr(error, 'msg', error)}"
-            )
-            name = "be read"
-            file.problems.append(Problem("cannot", name, advice, line, When.IMPORTED, path))
+            advice = f"Python 3 cannot read it: {getattr(error, 'msg', error)}"
+            file.add("cannot", "run", advice, getattr(error, "lineno", 0) or 0, When.IMPORTED)
             file.uses_tensorflow = b"tensorflow" in path.read_bytes()
             return file
         reader = Reader(tree)
         file.uses_tensorflow = any(map(_KNOWN.match, reader.imported))
+        self._add_calls(file, tree)
         for use in reader.uses:
-            files = self._imported(use.names[0], path)
+            files = self._imported(use, path)
             if files is None:
                 self._add(file, use)
             elif use.how in (ast.Import, ast.ImportFrom):
                 file.imports += [(each, use.when) for each in files]
-        if path != self._root and path.name != "__init__.py":
+        if path != self._root:
             file.imports += [(each, When.IMPORTED) for each in self._packages(path)]
         for node in values_of_dimensions(tree):
-            use = f"{ast.unparse(node)}", "Run it with --v1"
-            file.v1_problems.append(Problem("needs", *use, node.lineno, When.CALLED, path))
-        self._add_calls(file, tree)
+            problem = "needs", ast.unparse(node), "Run it with --v1", node.lineno, When.CALLED
+            file.v1_problems.append(Problem(*problem, path))
         return file
 
     def _add(self, file: File, use: Use) -> None:
+        """Adds the use of a name from elsewhere, and what is known of that name."""
         name = use.names[0]
+        root = re.split("[.:]", name)[0]
         if _HOROVOD.match(name):
             file.options.add("--hvd")
-            return
-        if name.startswith("keras") and importlib.metadata.version("keras")[0] == "3":
-            what = "tf.keras in the place of keras", "keras is Keras 3, which has no graphs"
-            file.problems.append(Problem("needs", *what, use.line, When.CALLED, file.path))
-        if use.how is ast.Call:
-            if _ONE_PROCESS.match(name):
-                file.options.add("--replace-strategy")
-            for pattern, advice in _REFUSED.items():
-                if re.fullmatch(pattern, name):
-                    text = f"use {_shown(name)}"
-                    file.problems.append(
-                        Problem("cannot", text, advice, use.line, use.when, file.path)
-                    )
-        if name.split(":")[0].split(".")[0] not in self._present - set(sys.modules):
+        elif root not in self._present - set(sys.modules):
             file.uses.append(use)
+        if root == "keras" and importlib.metadata.version("keras").startswith("3"):
+            file.add("needs", "tf.keras", "`import keras` is Keras 3, without graphs", use.line)
+        if use.how is ast.Call and _ONE_PROCESS.match(name):
+            file.options.add("--replace-strategy (on ranks)")
+        for pattern, advice in _REFUSED.items() if use.how is ast.Call else ():
+            if re.fullmatch(pattern, name):
+                file.add("cannot", f"use {_shown(name)}", advice, use.line, use.when)
+        if use.how is ast.Call and file.is_script and _TRAINS.fullmatch(name):
+            file.add("cannot", f"train on ranks with {_shown(name)}", _NO_ESTIMATOR, use.line)
 
     def _add_calls(self, file: File, tree: ast.AST) -> None:
         for node in ast.walk(tree):
+            if isinstance(node, ast.If):
+                file.is_script |= is_main(node)
             if not isinstance(node, ast.Call):
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -202,13 +210,11 @@ class Tree:
             given = {each.arg: getattr(each.value, "value", "") for each in node.keywords}
             if name == "TPUEstimator" and None not in given:
                 given.setdefault("use_tpu", True)
-            if given.get("use_tpu") is True:
-                what = "use_tpu=False", _NO_TPU
-                file.problems.append(Problem("needs", *what, node.lineno, When.RUN, file.path))
             first = [getattr(each, "value", "") for each in node.args[:2]]
-            if name.startswith("DEFINE_bool") and first == ["use_tpu", True]:
-                what = "--use_tpu=false", _NO_TPU
-                file.problems.append(Problem("needs", *what, node.lineno, When.RUN, file.path))
+            if given.get("use_tpu") is True:
+                file.add("needs", "use_tpu=False", _NO_TPU, node.lineno, When.RUN)
+            elif name.startswith("DEFINE_bool") and first == ["use_tpu", True]:
+                file.add("needs", "--use_tpu=false", _NO_TPU, node.lineno, When.RUN)
 
     def _closure(self, path: Path, when: When) -> list[Path]:
         found = {path: None}
@@ -226,14 +232,15 @@ class Tree:
             yield folder / "__init__.py"
             folder = folder.parent
 
-    def _imported(self, name: str, path: Path) -> list[Path] | None:
+    def _imported(self, use: Use, path: Path) -> tuple[Path, ...] | None:
         """Returns the files of the tree that an import runs; None if it is from elsewhere."""
-        module, _, attributes = name.partition(":")
-        parts = [*module.lstrip(".").split("."), attributes.partition(".")[0]]
+        module, _, attributes = use.names[0].partition(":")
         dots = len(module) - len(module.lstrip("."))
+        attribute = attributes.partition(".")[0] if use.how is ast.ImportFrom else ""
+        parts = tuple(filter(None, [*module.lstrip(".").split("."), attribute]))
         bases = [path.parents[dots - 1]] if dots else [*self._bases, path.parent]
-        found = (_files(base, tuple(filter(None, parts))) for base in bases)
-        return next(filter(None, found), [] if dots else None)
+        found = (_files(base, parts) for base in bases)
+        return next(filter(None, found), () if dots else None)
 
 
 @functools.cache
@@ -248,15 +255,15 @@ def _sources(folder: Path) -> list[Path]:
 
 
 @functools.cache
-def _files(folder: Path, parts: tuple[str, ...]) -> list[Path]:
-    found = []
+def _files(folder: Path, parts: tuple[str, ...]) -> tuple[Path, ...]:
+    found: tuple[Path, ...] = ()
     for part in parts:
         if _exists(folder / f"{part}.py"):
-            return [*found, folder / f"{part}.py"]
+            return (*found, folder / f"{part}.py")
         folder = folder / part
         if not _exists(folder / "__init__.py"):
             break
-        found.append(folder / "__init__.py")
+        found += (folder / "__init__.py",)
     return found
 
 
@@ -264,7 +271,7 @@ def _files(folder: Path, parts: tuple[str, ...]) -> list[Path]:
 
 
 @functools.cache
-def _lack(name: str, how: type[ast.AST], is_v1: bool) -> tuple[str, str, str] | None:
+def _lack(name: str, is_import: bool, is_v1: bool) -> tuple[str, str, str] | None:
     """Returns what is missing of a name: a word, the name, and what to do."""
     module, _, attributes = name.partition(":")
     root = module.partition(".")[0]
@@ -289,7 +296,7 @@ def _lack(name: str, how: type[ast.AST], is_v1: bool) -> tuple[str, str, str] | 
             return "needs", _shown(path), str(error).partition(". ")[2]
         except (AttributeError, ImportError):
             try:
-                if how is not ast.ImportFrom and root == "tensorflow":
+                if not is_import and root == "tensorflow":
                     return _lacking(path)
                 found = _module(path, is_v1)
             except ImportError:
@@ -382,6 +389,6 @@ def _place(file: File, problems: list[Problem]) -> str:
         for each in sorted(problems, key=lambda each: each.when)
     ]
     different = list(dict.fromkeys(lines))
-    more = [f"{len(different) - 2} more"] if len(different) > 2 else []
+    more = f" and {len(different) - 1} more" if len(different) > 1 else ""
     is_later = all(each.when == When.CALLED for each in problems)
-    return f"{' when called' if is_later else ''} ({', '.join(different[:2] + more)})"
+    return f"{' when called' if is_later else ''} ({different[0]}{more})"

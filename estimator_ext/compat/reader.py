@@ -69,7 +69,8 @@ class Reader:
         self.uses: list[Use] = []
         self.imported: set[str] = set()
         self._questions = _QUESTIONS
-        self._questions = _QUESTIONS.union(*map(self._named_questions, nodes))
+        named = (node for node in nodes if isinstance(node, (ast.Assign, ast.FunctionDef)))
+        self._questions = _QUESTIONS.union(*map(self._named_questions, named))
         self._changed = {ast.unparse(node) for node in nodes if _is_changed_attribute(node)}
         self._functions = {
             node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)
@@ -204,15 +205,15 @@ class Reader:
         """Visits branches, after which a name stands for what it is in any of them."""
         if isinstance(node, ast.If):
             self._visit(node.test, scope, state)
-            is_main = ast.unparse(node.test) == "__name__ == '__main__'"
+            is_run = is_main(node)
             is_guarded = self._asks(node.test)
             bodies: list[list[ast.stmt]] = [node.body, node.orelse]
         else:
-            is_main, is_guarded = False, any(map(_catches, node.handlers))
+            is_run, is_guarded = False, any(map(_catches, node.handlers))
             bodies = [node.body + node.orelse, *(handler.body for handler in node.handlers)]
         inner = _State(
-            max(state.when, When.RUN) if is_main else state.when,
-            state.is_sure and is_main,
+            max(state.when, When.RUN) if is_run else state.when,
+            state.is_sure and is_run,
             state.is_guarded or is_guarded,
         )
         before = dict(scope.maps[0])
@@ -247,8 +248,13 @@ class Reader:
         return tuple(".".join([base, *parts]).replace(":.", ":") if base else "" for base in found)
 
     def _named_questions(self, node: ast.AST) -> Iterator[str]:
-        """Yields the variable that keeps, or the function that returns, the answer to a question."""
-        if isinstance(node, ast.Assign) and self._asks(node.value):
+        """Yields the variable or function of a module that has the answer to a question."""
+        kept = (ast.Attribute, ast.BoolOp, ast.Call, ast.Compare, ast.UnaryOp)
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, kept)
+            and self._asks(node.value)
+        ):
             yield from (each.id for each in node.targets if isinstance(each, ast.Name))
         if isinstance(node, ast.FunctionDef) and len(node.body) <= 3:
             returned = [each.value for each in node.body if isinstance(each, ast.Return)]
@@ -260,6 +266,11 @@ class Reader:
         return any(
             getattr(part, "attr", getattr(part, "id", "")) in self._questions for part in parts
         )
+
+
+def is_main(node: ast.If) -> bool:
+    """Returns True for the part of a module that runs as `__main__`."""
+    return ast.unparse(node.test) == "__name__ == '__main__'"
 
 
 def _is_changed_attribute(node: ast.AST) -> bool:
