@@ -1,7 +1,7 @@
-"""Imports each module of a folder in a process of its own, as `python -m estimator_ext` would.
+"""Imports each module of a package in a process of its own, as `python -m estimator_ext` would.
 
-Prints a JSON object: for each file, the error of its import, or null. An error is its class, the
-name that is missing, and the line of the file in which it happened, or of one that it imports.
+Prints a JSON object: for each file the names that `--check` says an import lacks, and the error of
+the import: its class, the name that it misses, and its text, or null.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import os
 import re
 import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
+from estimator_ext.compat.check import Tree
 from estimator_ext.compat.compat import install, use_v1_api
+from estimator_ext.compat.reader import When
 
 # a name that a module does not have, or that an import does not find
 MISSING = r"(?:attribute|cannot import name|No module named|the program uses) '?([\w.]+)"
@@ -25,43 +26,43 @@ MISSING = r"(?:attribute|cannot import name|No module named|the program uses) '?
 
 def main(root: Path, is_v1: bool) -> None:
     install(contrib=True)
-    if is_v1:
-        use_v1_api()
-    sys.path.insert(0, str(root))
+    sys.path.insert(0, str(root.parent))
     paths = sorted(path for path in root.rglob("*.py") if path.name != "__main__.py")
-    print(json.dumps({str(path): error_of(path, root) for path in paths}))
+    errors = {path: error_of(path, root, is_v1) for path in paths}
+    tree = Tree(root)  # after the children, as it imports modules of TensorFlow
+    for path in paths:
+        problems = tree.problems(tree.file(path), is_v1)
+        lacks = [each.name for each in problems if each.when == When.IMPORTED]
+        errors[path] = lacks, errors[path]
+    print(json.dumps({str(path.relative_to(root)): each for path, each in errors.items()}))
 
 
-def error_of(path: Path, root: Path) -> Any:
+def error_of(path: Path, root: Path, is_v1: bool) -> Any:
     """Forks a child that imports a module, and returns what the child says."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reads)
-        os.write(writes, json.dumps(imported(path, root)).encode())
+        os.write(writes, json.dumps(imported(path, root, is_v1)).encode())
         os._exit(0)
     os.close(writes)
     with open(reads, "rb") as pipe:
-        said = pipe.read()
+        error = pipe.read()
     os.waitpid(child, 0)
-    return json.loads(said or b'["died", "", "", 0, ""]')
+    return json.loads(error or b'["died", "", ""]')
 
 
-def imported(path: Path, root: Path) -> Any:
+def imported(path: Path, root: Path, is_v1: bool) -> Any:
     signal.alarm(120)
-    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            importlib.import_module(name[: -len(".__init__")] if path.stem == "__init__" else name)
+            if is_v1:
+                use_v1_api()
+            importlib.import_module(re.sub(r"\.__init__$", "", name))
     except BaseException as error:
-        frames = [(str(path), getattr(error, "lineno", 0) or 0)]
-        for frame in traceback.extract_tb(error.__traceback__):
-            if root in Path(frame.filename).parents:
-                frames.append((frame.filename, frame.lineno or 0))
-        if isinstance(error, SyntaxError):
-            frames.append((error.filename or "", error.lineno or 0))
         found = re.search(MISSING, str(error))
-        return [type(error).__name__, found[1] if found else "", *frames[-1], str(error)[:300]]
+        return [type(error).__name__, found[1] if found else "", str(error)[:300]]
     return None
 
 
