@@ -75,7 +75,7 @@ class File:
       is_program: True if it builds an estimator.
       uses_tensorflow: True if it imports TensorFlow.
       uses: the names that it uses of modules outside the checked tree.
-      imports: files of the tree that it imports, with the line, and when.
+      imports: files of the tree that it imports, and when.
       problems: those of any run, without those of `uses`.
       v1_problems: those that the option --v1 solves.
       options: options that a run needs.
@@ -87,7 +87,7 @@ class File:
     is_program: bool = False
     uses_tensorflow: bool = False
     uses: list[Use] = field(default_factory=list)
-    imports: list[tuple[Path, When]] = field(default_factory=list)
+    imports: dict[Path, When] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     v1_problems: list[Problem] = field(default_factory=list)
     options: set[str] = field(default_factory=set)
@@ -173,9 +173,10 @@ class Tree:
             if files is None:
                 self._add(file, use)
             elif use.how in (ast.Import, ast.ImportFrom):
-                file.imports += [(each, use.when) for each in files]
+                for each in files:
+                    file.imports[each] = min(use.when, file.imports.get(each, use.when))
         if path != self._root:
-            file.imports += [(each, When.IMPORTED) for each in self._packages(path)]
+            file.imports.update(dict.fromkeys(self._packages(path), When.IMPORTED))
         for node in values_of_dimensions(tree):
             problem = "needs", ast.unparse(node), "Run it with --v1", node.lineno, When.CALLED
             file.v1_problems.append(Problem(*problem, path))
@@ -220,7 +221,7 @@ class Tree:
         found = {path: None}
         waiting = [path]
         while waiting:
-            for other, at in self.file(waiting.pop()).imports:
+            for other, at in self.file(waiting.pop()).imports.items():
                 if at <= when and other not in found:
                     found[other] = None
                     waiting.append(other)
