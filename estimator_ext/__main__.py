@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.compat.adoption import Ranks, prepare_program
+from estimator_ext.compat.check import check
 from estimator_ext.compat.compat import install
 from estimator_ext.compat.contrib import ROOT, missing
 from estimator_ext.compat.tensorflow_1 import (
@@ -50,6 +51,9 @@ def main(argv: Sequence[str]) -> None:
         )
     if options.script and not os.path.exists(options.script[0]):
         parser.error(f"{options.script[0]!r} does not exist: give the path of a program")
+    if options.check:
+        install(contrib=True)
+        sys.exit(check(_path(options)))
     try:
         set_tf_config(hostopt.Options().with_environment())
         if hostopt.Cluster.from_tf_config().size > 1:
@@ -83,11 +87,15 @@ def _fix_order_of_sets(argv: Sequence[str]) -> None:
 
 def _is_of_tensorflow_1(options: argparse.Namespace) -> bool:
     install(contrib=True)
-    path = options.script[0] if options.script else file_of_module(options.module[0])
-    use = use_of_tensorflow_1(path)
+    use = use_of_tensorflow_1(_path(options))
     if use:
         _log.info("the program uses %s, as in TensorFlow 1: it runs as with --v1", use)
     return bool(use)
+
+
+def _path(options: argparse.Namespace) -> str:
+    path: str = options.script[0] if options.script else file_of_module(options.module[0])
+    return path
 
 
 def _check_used(ranks: Ranks) -> None:
@@ -202,7 +210,7 @@ def _missing_from_contrib(error: ImportError) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m estimator_ext",
-        usage="python -m estimator_ext [--v1] [--hvd] [--auto-shard POLICY] [--loss KIND] "
+        usage="python -m estimator_ext [--check] [--v1] [--hvd] [--auto-shard POLICY] [--loss KIND] "
         "SCRIPT|-m MODULE [args ...]",
         description="Run an unmodified program that was written for tf.estimator. In a cluster "
         "(hostopt run, mpirun, srun, or TF_CONFIG) its estimators train on all ranks.",
@@ -210,6 +218,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     version = f"hostopt {hostopt.__version__}"
     parser.add_argument("--version", action="version", version=version)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="say what a program, or each program of a folder, needs to run; do not run it",
+    )
     parser.add_argument(
         "--auto-shard",
         choices=POLICIES,

@@ -125,8 +125,9 @@ _PACKAGES = {
     "tensorflow_probability": "Run pip install tensorflow-probability, in the version for your "
     "TensorFlow",
 }
+REPLACE = "Replace it in the program, or remove the code that needs it"
 _ADVICE = {  # for the beginnings of names
-    "": "Replace it in the program, or remove the code that needs it",
+    "": REPLACE,
     "boosted_trees": "Use the package tensorflow-decision-forests, or tf.estimator.DNNRegressor",
     "cudnn_rnn": "Use tf.contrib.rnn.LSTMBlockFusedCell, or LSTM or GRU of tf.keras.layers",
     "data": "Use tf.data",

@@ -6,15 +6,14 @@ import ast
 import operator
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from types import ModuleType
 
 import tensorflow as tf
 
-# They may run later, or never.
-_LATER: tuple[type[ast.AST], ...] = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp)
-_LATER += (ast.DictComp, ast.GeneratorExp, ast.Try, ast.For, ast.With, ast.AsyncFunctionDef)
+from estimator_ext.compat.reader import Reader, When
 
 
 def use_of_tensorflow_1(path: str) -> str:
@@ -25,20 +24,37 @@ def use_of_tensorflow_1(path: str) -> str:
     result is "" for other programs.
     """
     try:
-        with open(path, "rb") as file:
-            tree = ast.parse(file.read())
+        tree = parsed(path)
     except (OSError, SyntaxError, ValueError):  # which Python reports when it runs the program
         return ""
-    nodes = list(ast.walk(tree))
-    modules = _imported(nodes, "tensorflow").difference(*map(_changed, nodes))
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    for node in _nodes_that_run(tree.body, functions):
-        name = _name(node, modules)
-        if _is_only_in_tensorflow_1(name):
-            return f"tf.{name}"
-    if _imported(nodes, "tensorflow.compat.v1"):
-        return next((ast.unparse(node) for node in nodes if _is_value_of_dimension(node)), "")
+    reader = Reader(tree)
+    for use in reader.uses:
+        if (
+            use.is_sure
+            and use.when < When.CALLED
+            and all(map(_is_only_in_tensorflow_1, use.names))
+        ):
+            return f"tf.{use.names[0].partition(':')[2]}"
+    if "tensorflow.compat.v1:" in reader.imported:
+        return next((ast.unparse(node) for node in values_of_dimensions(tree)), "")
     return ""
+
+
+def parsed(path: str | os.PathLike[str]) -> ast.Module:
+    """Returns the syntax tree of a program."""
+    with open(path, "rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escape sequences
+        return ast.parse(file.read())
+
+
+def values_of_dimensions(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Yields expressions like `x.shape[0].value` and `x.get_shape()[0].value`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "value":
+            shape = node.value.value if isinstance(node.value, ast.Subscript) else None
+            shape = shape.func if isinstance(shape, ast.Call) else shape
+            if isinstance(shape, ast.Attribute) and shape.attr in ("shape", "get_shape"):
+                yield node
 
 
 def is_in_tensorflow_1(name: str) -> bool:
@@ -64,79 +80,14 @@ def file_of_module(name: str) -> str:
     return (spec.origin if spec else None) or ""
 
 
-def _nodes_that_run(
-    body: Iterable[ast.AST], functions: dict[str, ast.FunctionDef]
-) -> Iterator[ast.AST]:
-    """Yields the statements and expressions of a body that are evaluated in any case.
-
-    Args:
-      functions: by name; those that the body calls are removed.
-    """
-    for node in body:
-        yield node
-        yield from _nodes_that_run(_parts(node), functions)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            called = functions.pop(node.func.id, None)
-            if called is not None:
-                yield from _nodes_that_run(called.body, functions)
-        if isinstance(node, (ast.Return, ast.Raise)):
-            return
-
-
-def _parts(node: ast.AST) -> Iterable[ast.AST]:
-    """Returns the parts of a node that are evaluated whenever it is."""
-    if isinstance(node, _LATER):
-        return []
-    if isinstance(node, (ast.If, ast.While)):
-        is_main = ast.unparse(node.test) == "__name__ == '__main__'"
-        return [node.test, *(node.body if is_main else [])]
-    if isinstance(node, ast.FunctionDef):
-        return [*node.decorator_list, node.args]
-    return ast.iter_child_nodes(node)
-
-
-def _changed(node: ast.AST) -> set[str]:
-    """Returns names that become another module, or whose attributes change."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return {each.asname or each.name for each in node.names if each.name != "tensorflow"}
-    if isinstance(node, (ast.Name, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
-        name = node.value if isinstance(node, ast.Attribute) else node
-        return {name.id} if isinstance(name, ast.Name) else set()
-    return set()
-
-
-def _imported(nodes: Iterable[ast.AST], name: str) -> set[str]:
-    """Returns what a program calls a module."""
-    aliases = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    return {alias.asname or alias.name for alias in aliases if alias.name == name}
-
-
-def _is_value_of_dimension(node: ast.AST) -> bool:
-    """Returns True for `x.shape[0].value` and `x.get_shape()[0].value`."""
-    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Subscript)):
-        return False
-    shape = node.value.value
-    shape = shape.func if isinstance(shape, ast.Call) else shape
-    is_shape = isinstance(shape, ast.Attribute) and shape.attr in ("shape", "get_shape")
-    return is_shape and node.attr == "value"
-
-
 def _is_only_in_tensorflow_1(name: str) -> bool:
+    module, _, name = name.partition(":")
+    is_read = module == "tensorflow" and name and not name.startswith("contrib")
     found: object = tf
-    for part in name.split(".") if name and not name.startswith("contrib") else []:
+    for part in name.split(".") if is_read else []:
         if not isinstance(found, ModuleType):
             return False
         if not hasattr(found, part):
             return is_in_tensorflow_1(name)
         found = getattr(found, part)
     return False
-
-
-def _name(node: ast.AST, modules: set[str]) -> str:
-    """Returns the name that an expression reads in `tensorflow`; "" for any other."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.insert(0, node.attr)
-        node = node.value
-    is_found = parts and isinstance(node, ast.Name) and node.id in modules
-    return ".".join(parts) if is_found else ""
