@@ -210,8 +210,8 @@ def _missing_from_contrib(error: ImportError) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m estimator_ext",
-        usage="python -m estimator_ext [--check] [--v1] [--hvd] [--auto-shard POLICY] [--loss KIND] "
-        "SCRIPT|-m MODULE [args ...]",
+        usage="python -m estimator_ext [--check] [--v1] [--hvd] [--auto-shard POLICY] "
+        "[--loss KIND] SCRIPT|-m MODULE [args ...]",
         description="Run an unmodified program that was written for tf.estimator. In a cluster "
         "(hostopt run, mpirun, srun, or TF_CONFIG) its estimators train on all ranks.",
         allow_abbrev=False,

@@ -233,11 +233,18 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([head, "", titles, "|---|---|---|---|---|---|", *rows])
 
 
+def _message(words: str) -> str:
+    """Returns a message without the rank, the paths and the state of one run."""
+    words = re.sub(r"^hostopt: (rank \d+ \(.*?\): \w+: )?", "", words)
+    words = re.sub(r"(chief|worker):\d+, [\d.:]+ ", "", words)
+    return re.sub(r" (Newest intact checkpoint|\[traceback).*", "", words)
+
+
 def _row(program: Program, result: dict[str, Any], wrong: str) -> str:
     count = len(program.models)
     name = f"{program.name}, {count} models" if count > 1 else program.name
     if result["ranks"] != "trained":
-        seen = f'"{result["words"]}"'
+        seen = f'"{_message(result["words"])}"'
     elif wrong:
         seen = f"**{wrong}**"
     elif program.not_compared:
@@ -248,6 +255,18 @@ def _row(program: Program, result: dict[str, Any], wrong: str) -> str:
         seen += f"; with `{program.options}`"
     cells = [name, program.source, program.licence, result["alone"], result["ranks"], seen]
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def write_results(path: Path, results: dict[str, Any]) -> None:
+    """Writes one line for each program of the corpus."""
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(results['programs'][name])}"
+        for name in PROGRAMS
+        if name in results["programs"]
+    ]
+    head = {name: results[name] for name in ("tensorflow", "date")}
+    programs = ",\n".join(lines)
+    path.write_text(f'{json.dumps(head)[:-1]}, "programs": {{\n{programs}\n}}}}\n')
 
 
 def write_page(path: Path) -> None:
@@ -279,7 +298,7 @@ def main() -> int:
             results = json.loads(args.json.read_text()) if args.json.exists() else {}
             results["programs"] = {**results.get("programs", {}), name: result}
             results.update(tensorflow=version, date=datetime.date.today().isoformat())
-            args.json.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+            write_results(args.json, results)
     if args.json.parent == HERE:
         write_page(max(HERE.glob("results-*.json")))
     return 1 if surprises else 0

@@ -207,14 +207,6 @@ def saves_and_logs_by_hooks(way):
 # --- optimizers and models --------------------------------------------------------------------
 
 
-def synchronizes_replicas(way):
-    def optimizer():
-        adam = v1.train.AdamOptimizer(0.02)
-        return v1.train.SyncReplicasOptimizer(adam, replicas_to_aggregate=1)
-
-    way.train(optimizer=optimizer)
-
-
 def updates_by_hand(way):
     class ByHand(v1.train.GradientDescentOptimizer):
         def minimize(self, loss, step):
