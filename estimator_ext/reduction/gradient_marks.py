@@ -47,6 +47,7 @@ class Mark:
     row_shape: tf.TensorShape  # of a sparse gradient
     is_scaled: bool  # True if an optimizer has divided the target by the number of ranks
     loss: LossKind
+    targets: tuple[tf.Operation, ...]  # that compute the loss
 
 
 class MarkedGraph(tf.Graph):
@@ -173,7 +174,7 @@ def mark_of(gradient: Any) -> Mark | None:
 
 
 def _marked(
-    graph: MarkedGraph, gradient: Any, source: Any, is_scaled: bool, loss: LossKind
+    graph: MarkedGraph, gradient: Any, source: Any, targets: Any, is_scaled: bool, loss: LossKind
 ) -> Any:
     if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)):  # None, or a composite tensor
         return gradient
@@ -195,7 +196,8 @@ def _marked(
     name = values_of(gradient).op.name
     if isinstance(source, tf.Variable):
         source, name = source.op.outputs[0], source.op.name
-    mark = Mark(gradient, source, name, row_shape, is_scaled, loss)
+    operations = tuple(each.op for each in targets if isinstance(each, tf.Tensor))
+    mark = Mark(gradient, source, name, row_shape, is_scaled, loss, operations)
     graph.marks.update({part.op: mark for part in parts_of(gradient)})
     return gradient
 
@@ -229,7 +231,7 @@ def _mark_results_of_gradients(helper: Callable[..., Any]) -> Callable[..., Any]
         results = helper(ys, xs, *args, **kwargs)
         is_scaled = graph.is_scaled([*targets, *weights])
         sources = xs if isinstance(xs, (list, tuple)) else [xs]
-        return [_marked(graph, g, x, is_scaled, loss) for g, x in zip(results, sources)]
+        return [_marked(graph, g, x, targets, is_scaled, loss) for g, x in zip(results, sources)]
 
     return gradients
 
@@ -245,7 +247,7 @@ def _mark_results_of_tape(method: Callable[..., Any]) -> Callable[..., Any]:
         loss = graph.loss_kind(targets, weights, can_divide=False)  # the tape has seen it
         is_scaled = graph.is_scaled([*targets, *weights])
         pairs = zip(tf.nest.flatten(results), tf.nest.flatten(sources))
-        marked = [_marked(graph, g, x, is_scaled, loss) for g, x in pairs]
+        marked = [_marked(graph, g, x, targets, is_scaled, loss) for g, x in pairs]
         return tf.nest.pack_sequence_as(results, marked)
 
     return gradient

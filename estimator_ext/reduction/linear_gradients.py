@@ -8,6 +8,7 @@ that is not linear, or to which anything else is added, as noise or clipping by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class LinearGradients:
         return self._found[tensor.ref()]
 
     def _mark_of(self, tensor: tf.Tensor) -> Mark | None:
-        marks = list(self._terms(tensor) or {})
+        marks = list(self.terms(tensor) or {})
         if not marks or not all(map(self._can_reduce, marks)):
             return None
         kinds = {(mark.loss.is_sum, mark.loss.problem, mark.is_scaled) for mark in marks}
@@ -60,13 +61,13 @@ class LinearGradients:
             return None
         first = marks[0]
         name = f"{tensor.op.name}:{tensor.value_index}"
-        return Mark(tensor, first.source, name, first.row_shape, first.is_scaled, first.loss)
+        return replace(first, gradient=tensor, name=name)
 
     def _can_reduce(self, mark: Mark) -> bool:
         is_dense = isinstance(mark.gradient, tf.Tensor)
         return is_dense and (mark.source.dtype == tf.resource or self._is_same(mark.source))
 
-    def _terms(self, tensor: tf.Tensor) -> Marks | None:
+    def terms(self, tensor: tf.Tensor) -> Marks | None:
         """Returns the gradients of which a tensor is a linear function; None if it is not."""
         op = tensor.op
         if op in self._marks:
@@ -76,13 +77,13 @@ class LinearGradients:
             followed.append(number)
             return {}
         if op in self._passed:
-            return self._terms(self._passed[op])
+            return self.terms(self._passed[op])
         if _is_zero(tensor):
             return {}
         if op.type in ADDING:
-            return _union(self._terms(each) for each in op.inputs)
+            return _union(self.terms(each) for each in op.inputs)
         if op.type in _PASSING:
-            return self._terms(op.inputs[0])
+            return self.terms(op.inputs[0])
         if op.type in ("Mul", "RealDiv"):
             return self._terms_of_product(op)
         if op.type in LOOPS:
@@ -94,8 +95,8 @@ class LinearGradients:
     def _terms_of_product(self, op: tf.Operation) -> Marks | None:
         first, second = op.inputs
         if self._is_factor(second):
-            return self._terms(first)
-        return self._terms(second) if op.type == "Mul" and self._is_factor(first) else None
+            return self.terms(first)
+        return self.terms(second) if op.type == "Mul" and self._is_factor(first) else None
 
     def _is_factor(self, tensor: tf.Tensor) -> bool:
         """Returns True if a tensor, also one in a function, has one value on all ranks."""
@@ -121,7 +122,7 @@ class LinearGradients:
         for _, body in original_functions(op):
             passed = op.inputs[len(op.inputs) - len(body.inputs) :]
             self._passed.update((a.op, tensor) for a, tensor in zip(body.inputs, passed))
-            terms.append(self._terms(body.outputs[index]))
+            terms.append(self.terms(body.outputs[index]))
         return _union(terms)
 
     def _terms_of_loop(self, op: tf.Operation, index: int) -> Marks | None:
@@ -136,7 +137,7 @@ class LinearGradients:
             number = todo.pop()
             if number not in done:
                 done.add(number)
-                terms += [self._terms(op.inputs[number]), self._terms(body.outputs[number])]
+                terms += [self.terms(op.inputs[number]), self.terms(body.outputs[number])]
         return _union(terms)
 
 

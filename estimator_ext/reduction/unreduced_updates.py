@@ -18,7 +18,7 @@ A variable is trained if it is trainable, or if it is updated with its own gradi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from estimator_ext.graphs.walks import BRANCHES, CALLS, data_before, predicates_
 from estimator_ext.reduction.gradient_marks import Mark, marks_of_graph
 from estimator_ext.reduction.gradient_reduction import GradientReduction
 from estimator_ext.reduction.linear_gradients import LinearGradients
+from estimator_ext.reduction.parts_of_batch import refuse_changed_parts
 from estimator_ext.variables.sync_on_read import is_sync_on_read
 from hostopt.tensorflow.sparse import parts_of, slices_of
 
@@ -54,7 +55,14 @@ def mend_unreduced_updates(
     """Reduces the gradients of updates that use them unreduced, as far as possible."""
     if reduction.size == 1 and reduction.accumulation is None:
         return 0  # a gradient is its own sum
-    return _reduce(reduction, _search(updates, data).edges.values())  # [U3]
+    search = _search(updates, data)
+    by_mark: dict[Mark, list[_Edge]] = {}
+    for edge in search.edges.values():
+        by_mark.setdefault(edge.mark, []).append(edge)
+    if reduction.size > 1:
+        names = {mark: {each.variable for each in edges} for mark, edges in by_mark.items()}
+        refuse_changed_parts(updates, names, search.linear)
+    return _reduce(reduction, by_mark)  # [U3]
 
 
 def check_mended(updates: Updates, data: Collection[tf.Operation]) -> dict[str, str]:
@@ -256,11 +264,8 @@ def _variables_read(
     return [name for handle in handles if (name := updates.variable_of(handle))]
 
 
-def _reduce(reduction: GradientReduction, edges: Iterable[_Edge]) -> int:
+def _reduce(reduction: GradientReduction, by_mark: Mapping[Mark, Sequence[_Edge]]) -> int:
     """Reduces each gradient once, connects its consumers to the mean, and counts gradients."""
-    by_mark: dict[Mark, list[_Edge]] = {}
-    for edge in edges:
-        by_mark.setdefault(edge.mark, []).append(edge)
     for mark, edges_of_mark in by_mark.items():
         mean = _mean(reduction, mark, edges_of_mark[0].variable)
         for edge in edges_of_mark:
