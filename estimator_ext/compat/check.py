@@ -67,7 +67,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class File:
-    """What is known of a file.
+    """The facts that are known of a file.
 
     Args:
       path: its path.
