@@ -66,7 +66,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class File:
-    """What is known of a file.
+    """The facts that are known of a file.
 
     Args:
       path: its path.
@@ -356,7 +356,7 @@ def check(root: str) -> int:
             word += f". Then run it {with_options}"
         print(f"{os.path.relpath(file.path)}: {word}")
         counts[file.is_program][problems[0].word if problems else word] += 1
-        needed.update(dict.fromkeys(problem.name for problem in problems))
+        needed.update(list(dict.fromkeys(problem.name for problem in problems)))
     for kind, words in (("programs", counts[True]), ("modules", counts[False])):
         texts = [f"{number} {word}" for word, number in words.most_common()]
         print(f"{kind}: {', '.join(texts) or 'none'}")
