@@ -269,6 +269,19 @@ def of_loop(noise: float) -> Callable[[Model, tf.Tensor], Any]:
     return build
 
 
+def of_parts(change: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
+    """Adds the gradients of micro-batches, each of them changed."""
+
+    def update(m: Model, build: Callable[[Model], tf.Tensor]) -> Any:
+        build(m)
+        parts = tf.split(m.each, 2)
+        gradients = [tf.gradients(tf.reduce_mean(part), m.variables) for part in parts]
+        sums = [change(first) + change(second) for first, second in zip(*gradients)]
+        return train.AdamOptimizer(RATE).apply_gradients(zip(sums, m.variables), m.step)
+
+    return update
+
+
 UPDATES: dict[str, Callable[[Model, tf.Tensor], Any]] = {
     "descent": minimize(descent),
     "adam": minimize(train.AdamOptimizer, RATE),
@@ -330,9 +343,11 @@ OTHERS: dict[str, Callable[[Model, Callable[[Model], tf.Tensor]], Any]] = {
     "in a function": in_a_function,
     "of a loop": lambda m, build: of_loop(0.0)(m, build(m)),
     "of a loop, noise": lambda m, build: of_loop(0.01)(m, build(m)),
+    "of parts": of_parts(lambda g: 0.5 * g),
+    "of parts, clipped": of_parts(lambda g: tf.clip_by_norm(g, 1.0)),
 }
 INSIDE = ("tape", "tape by hand", "added in a loop", "of a function", "in a function")
-REFUSED_UPDATES = ("of a loop", "of a loop, noise")
+REFUSED_UPDATES = ("of a loop", "of a loop, noise", "of parts, clipped")
 
 
 # -- pipelines -----------------------------------------------------------------------------

@@ -21,6 +21,8 @@ CHOSEN = [
     Program("mean and sum", "of a function"),
     Program("small sum", "descent"),
     Program("mean", "of a loop, noise"),
+    Program("mean", "of parts"),
+    Program("mean", "of parts, clipped"),
 ]
 
 

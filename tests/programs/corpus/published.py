@@ -23,7 +23,6 @@ LIBRARIES = {
     "adversarial": ("neural-structured-learning==1.4.0", "", ""),
     "probability": ("tensorflow-probability==0.23.0", "", ""),
     "kfac": ("kfac==0.2.4", "--v1", "curvature is that of each rank's rows"),
-    "privacy_unrolled": ("tensorflow-privacy==0.8.0", "", ""),
     "constrained": (
         "tensorflow-constrained-optimization==0.2",
         "",
@@ -108,12 +107,18 @@ PROGRAMS = (
         )
         for name, (source, options, reason) in LIBRARIES.items()
     ),
-    driver(
-        "privacy",
-        "tensorflow-privacy==0.8.0",
-        "Apache-2.0",
-        command="libraries.py --names privacy",
-        refused="compute gradients outside of the branch, loop or function",
+    *(
+        driver(
+            name,
+            "tensorflow-privacy==0.8.0",
+            "Apache-2.0",
+            command=f"libraries.py --names {name}",
+            refused=words,
+        )
+        for name, words in {
+            "privacy": "compute gradients outside of the branch, loop or function",
+            "privacy_unrolled": "are clipped or changed in another way before they are added up",
+        }.items()
     ),
     driver(
         "old_layers",
