@@ -111,10 +111,14 @@ def kfac(way):
         layer = v1.layers.Dense(3, kernel_initializer=KERNEL)
         logits = layer(x)
         layers.register_fully_connected((layer.kernel, layer.bias), x, logits)
-        layers.register_softmax_cross_entropy_loss(logits, seed=1)
+        layers.register_softmax_cross_entropy_loss(logits, targets=y)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
         optimizer = kfac.PeriodicInvCovUpdateKfacOpt(
-            learning_rate=0.05, damping=0.1, layer_collection=layers, invert_every=5
+            learning_rate=0.05,
+            damping=0.1,
+            layer_collection=layers,
+            invert_every=5,
+            estimation_mode="empirical",  # others draw labels at random
         )
         loss = tf.reduce_mean(losses)
         return loss, optimizer.minimize(loss, step)

@@ -25,6 +25,8 @@ class Program:
         global_step is incremented.
       tolerance: relative and absolute, for the variables of two ranks and of one process.
       noise: names of variables whose gradients are zero except for rounding errors.
+      starts_alike: the initial values are constants, so no checkpoint is copied: the names of some
+        variables are those of operations.
       not_compared: why the variables of two ranks are not compared with those of one process.
       refused: words of the message that ends the program on two ranks, with exit code 78.
     """
@@ -41,5 +43,6 @@ class Program:
     in_cluster: bool = False
     tolerance: float = 1e-5
     noise: str = ""
+    starts_alike: bool = False
     not_compared: str = ""
     refused: str = ""

@@ -22,7 +22,7 @@ LIBRARIES = {
     "gan": ("tensorflow-gan==2.1.0", "", ""),
     "adversarial": ("neural-structured-learning==1.4.0", "", ""),
     "probability": ("tensorflow-probability==0.23.0", "", ""),
-    "kfac": ("kfac==0.2.4", "--v1", "curvature is that of each rank's rows"),
+    "kfac": ("kfac==0.2.4", "--v1", ""),
     "constrained": (
         "tensorflow-constrained-optimization==0.2",
         "",
@@ -103,6 +103,7 @@ PROGRAMS = (
             command=f"libraries.py --names {name}",
             options=options,
             not_compared=reason,
+            starts_alike=name == "kfac",
             batch_size=16,
         )
         for name, (source, options, reason) in LIBRARIES.items()

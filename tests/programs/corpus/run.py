@@ -117,7 +117,7 @@ def _run(program: Program, size: int, scratch: Path) -> tuple[int, str]:
             if code:
                 return code, output
             done.touch()
-    if size > 1 and not program.not_compared:
+    if size > 1 and not (program.not_compared or program.starts_alike):
         _copy_first_checkpoints(scratch / program.name / "1", directory)
     words = program.command.format(**values).split()
     if words[0].endswith(".py"):
@@ -167,7 +167,9 @@ def _last_error(output: str) -> str:
     ours = [line for line in lines if re.match(r"(hostopt|estimator_ext)\b.*: ", line)]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     chosen = ours if ours and "Traceback (" not in output else errors or lines[-1:]
-    return chosen[-1 if chosen is errors else 0] if chosen else ""
+    text = chosen[-1 if chosen is errors else 0] if chosen else ""
+    text = re.sub(r"^hostopt: (rank \d+ \(.*?\): \w+: )?", "", text)
+    return re.sub(r"( Newest intact checkpoint: step \d+\.)? \[traceback: .*\]$", "", text)
 
 
 # --- variables --------------------------------------------------------------------------------
