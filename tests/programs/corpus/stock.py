@@ -35,6 +35,16 @@ WAYS = (
 
 DIFFERS = "updates it with a value that differs by rank"
 PROGRAMS = (
+    Program(
+        "resnet_ways", "own, as the official ResNet", "Apache-2.0", f"resnet_ways.py {ARGUMENTS}"
+    ),
+    Program(
+        "lamb_ways",
+        "own, as NVIDIA's BERT",
+        "Apache-2.0",
+        f"lamb_ways.py {ARGUMENTS}",
+        options="--v1 --hvd",
+    ),
     Program("wide_deep", "TensorFlow", "Apache-2.0", f"wide_deep.py {ARGUMENTS}"),
     trains("canned", *CANNED.split()),
     trains("canned", "RNNClassifier"),
@@ -47,7 +57,7 @@ PROGRAMS = (
     trains("ways", "unsets_tf_config"),
     trains("ways", "multi_worker_strategy"),
     trains("ways", "sets_tf_config", refused="the program has changed TF_CONFIG"),
-    trains("ways", "mirrored_strategy", refused="the program trains with MirroredStrategy"),
+    trains("ways", "mirrored_strategy"),
     trains("ways", "parameter_server_strategy", refused="there are no parameter servers"),
     trains("ways", "evaluates_in_memory", refused="in an InMemoryEvaluatorHook"),
     trains("canned", "BoostedTreesClassifier", refused="tf.estimator.BoostedTreesClassifier"),
