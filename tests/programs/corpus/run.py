@@ -274,11 +274,12 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
 def write_page(path: Path) -> None:
     """Writes the table of a file of results into docs/programs.md, and its counts into README."""
     text = table(json.loads(path.read_text()))
-    for page, part in ((PAGE, text), (README, re.findall(r"\*\*(.*?),", text)[0])):
-        begin, end = "<!-- corpus -->", "<!-- end of corpus -->"
-        newline = "\n" if page == PAGE else ""
+    counts = re.findall(r"\*\*(.*?)\.?\*\*", text)[0]
+    parts = (PAGE, "corpus", f"\n{text}\n"), (PAGE, "counts", counts), (README, "counts", counts)
+    for page, name, part in parts:
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         between = re.compile(f"{begin}.*?{end}", re.DOTALL)
-        made = f"{begin}{newline}{part}{newline}{end}"
+        made = f"{begin}{part}{end}"
         page.write_text(between.sub(lambda _, made=made: made, page.read_text()))
 
 
