@@ -1,28 +1,11 @@
-"""Programs with names of tf.contrib: two ranks train as one process does."""
+"""Programs with names of tf.contrib."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import tensorflow as tf
-from harness import PROGRAMS
-from published import check_equals_single, check_ranks_equal, copy_first_checkpoints, run
-
-PROGRAM = str(PROGRAMS / "contrib_tagger.py")
-
-
-@pytest.mark.parametrize("optimizer", ["LazyAdam", "AdamW"])
-def test_two_ranks_train_a_tagger_as_one_process(tmp_path: Path, optimizer: str) -> None:
-    for size in (1, 2):
-        directory = tmp_path / str(size)
-        if size == 2:
-            copy_first_checkpoints(tmp_path / "1", directory)
-        program = [PROGRAM, str(directory / "model"), str(16 // size), optimizer]
-        run(directory, size, program, ["--v1"])
-    check_ranks_equal(tmp_path / "2")
-    check_equals_single(tmp_path / "2", tmp_path / "1")
-
+from runner import run
 
 HOST_CALL = """
 import sys
@@ -58,7 +41,7 @@ estimator.train(input_fn, max_steps=5)
 def test_a_host_call_writes_summaries(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(HOST_CALL)
-    run(tmp_path, 2, [str(program), str(tmp_path / "written"), str(tmp_path / "model")], ["--v1"])
+    run(2, "--v1", str(program), str(tmp_path / "written"), str(tmp_path / "model"))
     files = list((tmp_path / "written").iterdir())
     assert len(files) == 2  # one of each rank
     for path in files:

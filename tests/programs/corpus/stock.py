@@ -45,6 +45,17 @@ PROGRAMS = (
         f"lamb_ways.py {ARGUMENTS}",
         options="--v1 --hvd",
     ),
+    *(
+        Program(
+            f"tagger_{optimizer}",
+            "own, as tf.contrib.learn's experiments",
+            "Apache-2.0",
+            f"contrib_tagger.py {{model_dir}} {{batch_size}} {optimizer}",
+            options="--v1",
+            batch_size=16,
+        )
+        for optimizer in ("LazyAdam", "AdamW")
+    ),
     Program("wide_deep", "TensorFlow", "Apache-2.0", f"wide_deep.py {ARGUMENTS}"),
     trains("canned", *CANNED.split()),
     trains("canned", "RNNClassifier"),
