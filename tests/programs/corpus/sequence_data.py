@@ -42,7 +42,11 @@ data:
   train_labels_file: train.text
   eval_features_file: dev.text
   eval_labels_file: dev.text
-params: {{optimizer: AdamOptimizer, learning_rate: 0.01, clip_gradients: 1.0}}
+params:
+  optimizer: AdamOptimizer
+  optimizer_params: {{epsilon: 0.001}}  # gradients of the biases of keys are rounding errors
+  learning_rate: 0.01
+  clip_gradients: 1.0
 train:
   batch_size: {}
   bucket_width: null

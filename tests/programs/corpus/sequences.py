@@ -36,7 +36,7 @@ PROGRAMS = (
         "xlnet-tensorflow==1.1.2",
         "Apache-2.0",
         "with_xlnet.py --data_dir={data}/sequences --model_dir={model_dir} "
-        "--output_dir={directory}/records --model_config_path={data}/sequences/xlnet.json "
+        "--output_dir={data}/records --model_config_path={data}/sequences/xlnet.json "
         "--spiece_model_file={data}/sequences/pieces.model --train_steps={steps} "
         "--train_batch_size={batch_size}",
         options="--v1",

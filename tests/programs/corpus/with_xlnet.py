@@ -1,6 +1,5 @@
 """The main of xlnet.run_classifier, which on PyPI reads flags that it does not define."""
 
-import numpy as np
 import tensorflow as tf
 from absl import flags
 from xlnet import run_classifier
@@ -59,5 +58,4 @@ for _kind, _values in _DEFAULTS.items():
         getattr(flags, f"DEFINE_{_kind}")(_name, _value, "")
 
 if __name__ == "__main__":
-    np.random.seed(1)  # it shuffles its examples
     tf.app.run(run_classifier.main)

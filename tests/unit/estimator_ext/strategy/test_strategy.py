@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -206,21 +207,45 @@ def test_a_copy_is_the_strategy_itself(addresses: list[str]) -> None:
     assert copy.deepcopy(strategy) is strategy
 
 
+@contextlib.contextmanager
+def reference_variables() -> Iterator[None]:
+    tf.compat.v1.disable_resource_variables()
+    try:
+        yield
+    finally:
+        tf.compat.v1.enable_resource_variables()
+
+
 def test_a_variable_of_version_1_is_true() -> None:
     with tf.Graph().as_default(), estimator_ext.HostOffloadStrategy().scope():
         kept = tf.compat.v1.get_variable("kept", [])
         with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
             bool(kept)
-        tf.compat.v1.disable_resource_variables()
-        try:
+        with reference_variables():
             average = tf.compat.v1.train.ExponentialMovingAverage(0.9)
             variable = tf.compat.v1.get_variable("weight", [])
             assert not average.average(variable)
             average.apply([variable])
             assert average.average(variable)
             assert variable
-        finally:
-            tf.compat.v1.enable_resource_variables()
+
+
+def test_a_reference_that_programs_read_acts_as_without_a_strategy() -> None:
+    def updated_and_gradient(opened: tf.compat.v1.Session) -> list[Any]:
+        with reference_variables(), opened as run:
+            variable = tf.compat.v1.get_variable("weight", initializer=[1.0, 2.0])
+            read = tf.identity(variable._ref())
+            (gradient,) = tf.gradients(tf.reduce_sum(read**2), [variable])
+            run.run(tf.compat.v1.global_variables_initializer())
+            run.run(variable.assign([3.0, 5.0]))
+            return [type(variable).__name__, *(x.tolist() for x in run.run([read, gradient]))]
+
+    with tf.Graph().as_default():
+        kind, *stock = updated_and_gradient(tf.compat.v1.Session())
+    assert (kind, stock) == ("RefVariable", [[3.0, 5.0], [6.0, 10.0]])
+    strategy = estimator_ext.HostOffloadStrategy()
+    with tf.Graph().as_default(), strategy.scope():
+        assert updated_and_gradient(session(strategy))[1:] == stock
 
 
 def test_input_fns_get_their_context(tmp_path: Path) -> None:
