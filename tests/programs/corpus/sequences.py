@@ -9,10 +9,17 @@ OWN = "--data={data}/sequences --model-dir={model_dir} --batch-size={batch_size}
 T2T = "--problem=algorithmic_identity_binary40 --data_dir={data}/t2t"
 
 PROGRAMS = (
-    Program("lstm_crf", "own", "Apache-2.0", f"lstm_crf.py {OWN}", options="--v1", prepare=DATA),
+    Program(
+        "lstm_crf",
+        "own, as tf_ner",
+        "Apache-2.0",
+        f"lstm_crf.py {OWN}",
+        options="--v1",
+        prepare=DATA,
+    ),
     Program(
         "lstm_crf_averages",
-        "own",
+        "own, as tf_ner",
         "Apache-2.0",
         f"lstm_crf.py {OWN} --averages",
         options="--v1",
@@ -55,7 +62,7 @@ PROGRAMS = (
     ),
     Program(
         "electra_ways",
-        "own",
+        "own, as ELECTRA",
         "Apache-2.0",
         "electra_ways.py --model-dir={model_dir} --batch-size={batch_size} --steps={steps}",
         options="--v1",
