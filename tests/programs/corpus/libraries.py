@@ -181,17 +181,5 @@ def medical(way):
     train(way, make, x, (x[..., 0] > 0).astype(np.int32))
 
 
-def old_layers(way):
-    import polyaxon_lib as plx
-
-    print(plx.layers.FullyConnected)
-
-
-def text_models(way):
-    import texar.tf as tx
-
-    print(tx.run.Executor)
-
-
 if __name__ == "__main__":
     main(globals())

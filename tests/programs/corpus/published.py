@@ -121,11 +121,4 @@ PROGRAMS = (
             "privacy_unrolled": "are clipped or changed in another way before they are added up",
         }.items()
     ),
-    driver(
-        "old_layers",
-        "polyaxon-lib==0.0.4",
-        "MIT",
-        command="libraries.py --names old_layers",
-        refused="the program uses tf.contrib.keras",
-    ),
 )
