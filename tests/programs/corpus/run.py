@@ -167,9 +167,7 @@ def _last_error(output: str) -> str:
     ours = [line for line in lines if re.match(r"(hostopt|estimator_ext)\b.*: ", line)]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     chosen = ours if ours and "Traceback (" not in output else errors or lines[-1:]
-    text = chosen[-1 if chosen is errors else 0] if chosen else ""
-    text = re.sub(r"^hostopt: (rank \d+ \(.*?\): \w+: )?", "", text)
-    return re.sub(r"( Newest intact checkpoint: step \d+\.)? \[traceback: .*\]$", "", text)
+    return chosen[-1 if chosen is errors else 0] if chosen else ""
 
 
 # --- variables --------------------------------------------------------------------------------
@@ -213,26 +211,31 @@ def _recorded(directory: Path, model: str, when: str, rank: int) -> dict[str, An
 # --- results ----------------------------------------------------------------------------------
 
 
-def table(results: dict[str, Any]) -> str:
-    """Returns counts and a table of all results, in Markdown."""
-    known = [program for name, program in PROGRAMS.items() if name in results["programs"]]
-    rows, counts = [], dict.fromkeys(("trained", "refused", "failed", "silent"), 0)
-    for program in known:
-        result = results["programs"][program.name]
-        wrong = unexpected(program, result)
-        is_silent = wrong and result["ranks"] == "trained"
-        counts["silent" if is_silent else result["ranks"]] += len(program.models)
-        rows.append(_row(program, result, wrong))
-    total, sources = sum(counts.values()), len({program.source for program in known})
-    head = (
-        f"TensorFlow {results['tensorflow']}, {results['date']}: **{total} programs of {sources} "
-        f"sources: {counts['trained']} train on two ranks, {counts['refused']} are refused, "
-        f"{counts['silent']} are silently wrong.**"
+def counts(results: dict[str, Any]) -> str:
+    """Returns how many programs train, as a sentence."""
+    found = dict.fromkeys(("trained", "refused", "failed", "silent"), 0)
+    known = _known(results)
+    for program, result in known:
+        is_silent = unexpected(program, result) and result["ranks"] == "trained"
+        found["silent" if is_silent else result["ranks"]] += len(program.models)
+    sources = len({program.source for program, _ in known})
+    return (
+        f"{sum(found.values())} programs of {sources} sources: {found['trained']} train on two "
+        f"ranks, {found['refused']} are refused, {found['failed']} fail, {found['silent']} are "
+        "silently wrong"
     )
-    if counts["failed"]:
-        head += f" {counts['failed']} fail."
+
+
+def table(results: dict[str, Any]) -> str:
+    """Returns a table of all results, in Markdown."""
     titles = "| program | source | licence | alone | 2 ranks | difference after 20 steps |"
-    return "\n".join([head, "", titles, "|---|---|---|---|---|---|", *rows])
+    rows = [_row(*each, unexpected(*each)) for each in _known(results)]
+    return "\n".join([titles, "|---|---|---|---|---|---|", *rows])
+
+
+def _known(results: dict[str, Any]) -> list[tuple[Program, dict[str, Any]]]:
+    found = results["programs"]
+    return [(program, found[name]) for name, program in PROGRAMS.items() if name in found]
 
 
 def _message(words: str) -> str:
@@ -271,11 +274,19 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     path.write_text(f'{json.dumps(head)[:-1]}, "programs": {{\n{programs}\n}}}}\n')
 
 
-def write_page(path: Path) -> None:
-    """Writes the table of a file of results into docs/programs.md, and its counts into README."""
-    text = table(json.loads(path.read_text()))
-    counts = re.findall(r"\*\*(.*?)\.?\*\*", text)[0]
-    parts = (PAGE, "corpus", f"\n{text}\n"), (PAGE, "counts", counts), (README, "counts", counts)
+def write_page() -> None:
+    """Writes the newest table and all counts into docs/programs.md, and counts into README."""
+    results = [json.loads(path.read_text()) for path in sorted(HERE.glob("results-*.json"))]
+    heads = [
+        f"TensorFlow {each['tensorflow']}, {each['date']}: {counts(each)}" for each in results
+    ]
+    newest = results[-1]
+    text = "\n\n".join([*(f"{head}." for head in heads), table(newest)])
+    parts = (
+        (PAGE, "corpus", f"\n{text}\n"),
+        (PAGE, "counts", counts(newest)),
+        (README, "counts", counts(newest)),
+    )
     for page, name, part in parts:
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         between = re.compile(f"{begin}.*?{end}", re.DOTALL)
@@ -303,7 +314,7 @@ def main() -> int:
             results.update(tensorflow=version, date=datetime.date.today().isoformat())
             write_results(args.json, results)
     if args.json.parent == HERE:
-        write_page(max(HERE.glob("results-*.json")))
+        write_page()
     return 1 if surprises else 0
 
 
