@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -277,20 +278,20 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
 def write_page() -> None:
     """Writes the newest table and all counts into docs/programs.md, and counts into README."""
     results = [json.loads(path.read_text()) for path in sorted(HERE.glob("results-*.json"))]
+    newest = f"{counts(results[-1])}."
     heads = [
-        f"TensorFlow {each['tensorflow']}, {each['date']}: {counts(each)}" for each in results
+        f"TensorFlow {each['tensorflow']}, {each['date']}: {counts(each)}." for each in results
     ]
-    newest = results[-1]
-    text = "\n\n".join([*(f"{head}." for head in heads), table(newest)])
     parts = (
-        (PAGE, "corpus", f"\n{text}\n"),
-        (PAGE, "counts", counts(newest)),
-        (README, "counts", counts(newest)),
+        (PAGE, "corpus", [*heads, table(results[-1])]),
+        (PAGE, "counts", [newest]),
+        (README, "counts", [newest]),
     )
-    for page, name, part in parts:
+    for page, name, paragraphs in parts:
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         between = re.compile(f"{begin}.*?{end}", re.DOTALL)
-        made = f"{begin}{part}{end}"
+        wrapped = [each if each[0] == "|" else textwrap.fill(each, 99) for each in paragraphs]
+        made = "\n".join([begin, "\n\n".join(wrapped), end])
         page.write_text(between.sub(lambda _, made=made: made, page.read_text()))
 
 
