@@ -90,7 +90,8 @@ class Ranks:
         if (named.rank, named.size) != (joined.rank, joined.size):
             raise UnsupportedError(
                 f"the program has changed TF_CONFIG: it names {named.task.name} of {named.size} "
-                f"ranks, but this process is {joined.task} of {joined.size}. Start as many "
+                f"ranks, but this process is {joined.task and joined.task.name} of {joined.size}. "
+                "Start as many "
                 "processes as the program names, or keep it from setting TF_CONFIG"
             )
         return joined
@@ -103,11 +104,13 @@ class Ranks:
         if self.find(resolver) is not None and self._strategy is None:
             present = os.environ.get("TF_CONFIG")  # the program may have changed or unset it
             os.environ["TF_CONFIG"] = self._config
-            self._strategy = StrategyOfRanks(*self._options)
-            if present is None:
-                del os.environ["TF_CONFIG"]
-            else:
-                os.environ["TF_CONFIG"] = present
+            try:
+                self._strategy = StrategyOfRanks(*self._options)
+            finally:
+                if present is None:
+                    del os.environ["TF_CONFIG"]
+                else:
+                    os.environ["TF_CONFIG"] = present
         return self._strategy
 
     def _act_as_one_process(self, cluster: hostopt.Cluster) -> None:

@@ -92,7 +92,7 @@ def _deletes_together(delete: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return delete(path, *arguments, **options)
             except (FileNotFoundError, tf.errors.NotFoundError):  # another rank was first
-                if not os.path.exists(path):
+                if not tf.io.gfile.exists(path):
                     return None
         return delete(path, *arguments, **options)
 

@@ -247,9 +247,13 @@ def _exists(path: Path) -> bool:
 
 
 def _sources(folder: Path) -> list[Path]:
-    found = (path for path in folder.rglob("*.py"))
-    hidden = (each for each in found if not any(p.startswith(".") for p in each.parts))
-    return sorted(hidden)
+    """Returns the files of a folder, without those of hidden folders in it."""
+    found = (path for path in folder.rglob("*.py") if path.is_file())
+    return sorted(
+        each
+        for each in found
+        if not any(part.startswith(".") for part in each.relative_to(folder).parts)
+    )
 
 
 @functools.cache

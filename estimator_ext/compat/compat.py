@@ -143,7 +143,13 @@ def restore_python_names() -> None:
 def _moved_module(name: str) -> types.ModuleType | None:
     for old, new in _MOVED.items():
         if name == old or name.startswith(f"{old}."):
-            return importlib.import_module(new + name[len(old) :])
+            new_name = new + name[len(old) :]
+            try:
+                return importlib.import_module(new_name)
+            except ModuleNotFoundError as error:
+                if error.name != new_name:
+                    raise
+                return None  # so the error names the module that the program imports
     return None
 
 

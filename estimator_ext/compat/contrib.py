@@ -57,7 +57,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     "hooks": (f"{_V1}:train",),
     "image": (f"{_OWN}.contrib_names:", f"{_V1}:image"),
     "keras": (f"{_V1}:keras",),
-    "layers": ("tf_slim.layers:", "tf_slim:", f"{_V1}:nn"),
+    "layers": ("tf_slim.layers:", "tf_slim:"),
     "learn": (f"{_OWN}.learn:",),
     "learn.estimators": (),
     "learn.learn_runner": (),

@@ -33,6 +33,8 @@ class LazyAdamOptimizer(tf.compat.v1.train.AdamOptimizer):
 class DecoupledWeightDecayExtension:
     """Makes an optimizer subtract a fraction of the weights before each of its updates.
 
+    A sparse gradient makes only its rows decay.
+
     Args:
       weight_decay: the fraction; it is not multiplied by the learning rate.
       **options: arguments of the optimizer.
@@ -63,24 +65,27 @@ class DecoupledWeightDecayExtension:
         if variables:
             self._decayed = {each.ref() for each in variables}
 
-    def _decay(self, var: tf.Variable) -> Any:
+    def _decay(self, var: tf.Variable, indices: Any) -> Any:
         if self._decayed is not None and var.ref() not in self._decayed:
             return tf.no_op()
-        return var.assign_sub(tf.cast(self._weight_decay, var.dtype.base_dtype) * var)
+        decay = tf.cast(self._weight_decay, var.dtype.base_dtype)
+        if indices is None:
+            return var.assign_sub(decay * var)
+        return var.scatter_sub(tf.IndexedSlices(decay * tf.gather(var, indices), indices))
 
 
 def _after_decay(name: str) -> Callable[..., Any]:
     def apply(self: Any, grad: Any, var: tf.Variable, *indices: Any) -> Any:
         with tf.control_dependencies([getattr(grad, "values", grad)]):
-            decay = self._decay(var)  # after the forward pass has read the weights
+            # after the forward pass has read the weights
+            decay = self._decay(var, *indices or [getattr(grad, "indices", None)])
         with tf.control_dependencies([decay]):
             return getattr(super(DecoupledWeightDecayExtension, self), name)(grad, var, *indices)
 
     return apply
 
 
-_SPARSE = "apply_sparse_duplicate_indices"
-for _name in ("_apply_dense", f"_{_SPARSE}", "_resource_apply_dense", f"_resource_{_SPARSE}"):
+for _name in ("_apply_dense", "_apply_sparse", "_resource_apply_dense", "_resource_apply_sparse"):
     setattr(DecoupledWeightDecayExtension, _name, _after_decay(_name))
 
 

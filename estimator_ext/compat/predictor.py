@@ -53,7 +53,7 @@ def from_saved_model(
     session = tf.compat.v1.Session(graph=graph or tf.Graph(), config=config)
     with session.graph.as_default():
         model = tf.compat.v1.saved_model.load(session, tags.split(","), export_dir)
-    signature = model.signature_def[signature_def_key]
+    signature = model.signature_def[signature_def_key or "serving_default"]
     return Predictor(session, _names(signature.inputs), _names(signature.outputs))
 
 
@@ -67,7 +67,8 @@ def from_estimator(
     """Returns a function that predicts with the newest checkpoint of an estimator.
 
     Args:
-      output_key: name of the export output; None for the predictions of the model_fn.
+      output_key: name of the export output; None for "serving_default", or for the predictions of
+        a model_fn without it.
       graph: an empty graph; None for a new one.
       config: a `tf.compat.v1.ConfigProto`.
     """
@@ -80,8 +81,9 @@ def from_estimator(
         receiver = serving_input_receiver_fn()
         spec = estimator.model_fn(receiver.features, None, "infer", estimator.config)
         outputs = spec.predictions
-        if output_key is not None:
-            made = spec.export_outputs[output_key].as_signature_def(receiver.receiver_tensors)
+        key = output_key or "serving_default"
+        if output_key or key in (spec.export_outputs or {}):
+            made = spec.export_outputs[key].as_signature_def(receiver.receiver_tensors)
             outputs = _names(made.outputs)
         creator = tf.compat.v1.train.ChiefSessionCreator(
             spec.scaffold, config=config, checkpoint_filename_with_path=checkpoint

@@ -53,7 +53,7 @@ class LinearGradients:
         return self._found[tensor.ref()]
 
     def _mark_of(self, tensor: tf.Tensor) -> Mark | None:
-        marks = list(self.terms(tensor) or {})
+        marks = list(self._terms(tensor) or {})
         if not marks or not all(map(self._can_reduce, marks)):
             return None
         kinds = {(mark.loss.is_sum, mark.loss.problem, mark.is_scaled) for mark in marks}
@@ -61,13 +61,14 @@ class LinearGradients:
             return None
         first = marks[0]
         name = f"{tensor.op.name}:{tensor.value_index}"
-        return replace(first, gradient=tensor, name=name)
+        targets = tuple(op for mark in marks for op in mark.targets)
+        return replace(first, gradient=tensor, name=name, targets=targets)
 
     def _can_reduce(self, mark: Mark) -> bool:
         is_dense = isinstance(mark.gradient, tf.Tensor)
         return is_dense and (mark.source.dtype == tf.resource or self._is_same(mark.source))
 
-    def terms(self, tensor: tf.Tensor) -> Marks | None:
+    def _terms(self, tensor: tf.Tensor) -> Marks | None:
         """Returns the gradients of which a tensor is a linear function; None if it is not."""
         op = tensor.op
         if op in self._marks:
@@ -77,13 +78,13 @@ class LinearGradients:
             followed.append(number)
             return {}
         if op in self._passed:
-            return self.terms(self._passed[op])
+            return self._terms(self._passed[op])
         if _is_zero(tensor):
             return {}
         if op.type in ADDING:
-            return _union(self.terms(each) for each in op.inputs)
+            return _union(self._terms(each) for each in op.inputs)
         if op.type in _PASSING:
-            return self.terms(op.inputs[0])
+            return self._terms(op.inputs[0])
         if op.type in ("Mul", "RealDiv"):
             return self._terms_of_product(op)
         if op.type in LOOPS:
@@ -95,8 +96,8 @@ class LinearGradients:
     def _terms_of_product(self, op: tf.Operation) -> Marks | None:
         first, second = op.inputs
         if self._is_factor(second):
-            return self.terms(first)
-        return self.terms(second) if op.type == "Mul" and self._is_factor(first) else None
+            return self._terms(first)
+        return self._terms(second) if op.type == "Mul" and self._is_factor(first) else None
 
     def _is_factor(self, tensor: tf.Tensor) -> bool:
         """Returns True if a tensor, also one in a function, has one value on all ranks."""
@@ -122,7 +123,7 @@ class LinearGradients:
         for _, body in original_functions(op):
             passed = op.inputs[len(op.inputs) - len(body.inputs) :]
             self._passed.update((a.op, tensor) for a, tensor in zip(body.inputs, passed))
-            terms.append(self.terms(body.outputs[index]))
+            terms.append(self._terms(body.outputs[index]))
         return _union(terms)
 
     def _terms_of_loop(self, op: tf.Operation, index: int) -> Marks | None:
@@ -137,7 +138,7 @@ class LinearGradients:
             number = todo.pop()
             if number not in done:
                 done.add(number)
-                terms += [self.terms(op.inputs[number]), self.terms(body.outputs[number])]
+                terms += [self._terms(op.inputs[number]), self._terms(body.outputs[number])]
         return _union(terms)
 
 

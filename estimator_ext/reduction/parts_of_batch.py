@@ -8,79 +8,82 @@ computes, which clips each part of each rank. If the parts are only added up, al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 import hostopt
 from estimator_ext.graphs.fingerprint import Updates
+from estimator_ext.graphs.operation_kinds import ADDING, PRODUCTS, QUOTIENTS, takes_handle
 from estimator_ext.graphs.walks import data_before, walk
+from estimator_ext.losses.reader import Known, LossReader, lengths_of
 from estimator_ext.reduction.gradient_marks import Mark, marks_of_graph
-from estimator_ext.reduction.linear_gradients import LinearGradients
-from hostopt.tensorflow.sparse import parts_of
+from hostopt.tensorflow.sparse import values_of
 
-# Operations that select examples: the inputs with the values, and with what must be constant.
+# Operations that select examples: the inputs with the values, and with what must be constant, of
+# which the last one says the dimension, except for slices.
 _SELECTING = {
     "Gather": (0, (1,)),
     "GatherV2": (0, (1, 2)),
     "Slice": (0, (1, 2)),
     "Split": (1, (0,)),
     "SplitV": (0, (1, 2)),
-    "StridedSlice": (0, (1,)),
+    "StridedSlice": (0, (1, 3)),
     "Unpack": (0, ()),
 }
+_LINEAR: tuple[str, ...] = (*ADDING, "Neg", "Identity", "Cast", "Reshape", "Squeeze", "ExpandDims")
+_LINEAR += ("EnsureShape", "StopGradient", "Pack", "ConcatV2", "Sum", "Mean", "UnsortedSegmentSum")
 
 
 def refuse_changed_parts(
-    updates: Updates, marks: Mapping[Mark, Collection[str]], linear: LinearGradients
+    updates: Updates, data: Collection[tf.Operation], marks: Iterable[Mark], size: int
 ) -> None:
     """Checks that the gradients of parts of a batch are added up before anything else.
 
     Args:
       updates: those of a step.
-      marks: the gradients that will be reduced, with the variables that they update.
+      data: operations that return this rank's data.
+      marks: the gradients that will be reduced.
+      size: number of ranks.
     """
     by_source: dict[str | None, list[Mark]] = {}
     for mark in marks:
         by_source.setdefault(updates.variable_of(mark.source.op), []).append(mark)
+    known = Known(data, {}, marks_of_graph(), size)
+    changes = [op for operations in updates.varying.values() for op in operations]
+    used: set[tf.Operation] = set()
     for source, found in by_source.items():
-        parts = _of_parts(updates, found) if len(found) > 1 else []
-        if not parts:
-            continue
-        changes = [op for name in marks[parts[0]] for op in updates.varying.get(name, ())]
-        used = set(walk(changes, data_before))
-        for mark in parts:
-            if not _is_added_first(mark, set(parts), used, linear):
-                raise hostopt.ConfigError(
-                    f"{len(parts)} gradients of {source!r}, each of a part of the batch, are "
-                    "clipped or changed in another way before they are added up. So they cannot "
-                    "be reduced: train this program in one process"
-                )
+        parts = _of_parts(LossReader(known), found) if len(found) > 1 else []
+        used = used or set(walk(changes if parts else [], data_before))
+        operations = {values_of(mark.gradient).op for mark in parts}
+        if any(_is_changed(values_of(mark.gradient), operations, used, updates) for mark in parts):
+            raise hostopt.ConfigError(
+                f"{len(parts)} gradients of {source!r}, each of a part of the batch, are clipped "
+                "or changed in another way before they are added up. So they cannot be reduced: "
+                "train this program in one process"
+            )
 
 
-def _of_parts(updates: Updates, marks: Iterable[Mark]) -> list[Mark]:
+def _of_parts(reader: LossReader, marks: Iterable[Mark]) -> list[Mark]:
     """Returns the gradients of losses that select examples from a tensor that others share."""
-    selected = {mark: _selected(mark.targets) for mark in marks}
-    counts = Counter(tensor.ref() for tensors in selected.values() for tensor in tensors)
-    return [
-        mark
-        for mark, tensors in selected.items()
-        if any(counts[each.ref()] > 1 and not updates.is_same(each) for each in tensors)
-    ]
+    selected = {mark: _selected(reader, mark.targets) for mark in marks}
+    counts = Counter(reference for found in selected.values() for reference in found)
+    return [mark for mark, found in selected.items() if any(counts[each] > 1 for each in found)]
 
 
-def _selected(targets: Iterable[tf.Operation]) -> list[tf.Tensor]:
+def _selected(reader: LossReader, targets: Iterable[tf.Operation]) -> set[Any]:
     """Returns the tensors from which losses take examples by constant positions."""
-    marks = marks_of_graph()
-    found = []
-    for op in walk(targets, lambda op: [] if op in marks else data_before(op)):
+    found = set()
+    for op in walk(targets, lambda op: [] if op in reader.known.gradients else data_before(op)):
         value, constants = _SELECTING.get(op.type, (0, ()))
         if op.type in _SELECTING and not op.inputs[value].op.type.startswith("Shape"):
             numbers = [tf.get_static_value(op.inputs[index]) for index in constants]
-            if all(number is not None for number in numbers) and _is_of_rows(op, numbers):
-                found.append(op.inputs[value])
-    return list({tensor.ref(): tensor for tensor in found}.values())
+            is_constant = all(number is not None for number in numbers)
+            tensor = op.inputs[value]
+            if is_constant and _is_of_rows(op, numbers) and _has_examples(reader, tensor):
+                found.add(tensor.ref())
+    return found
 
 
 def _is_of_rows(op: tf.Operation, numbers: Sequence[Any]) -> bool:
@@ -92,21 +95,47 @@ def _is_of_rows(op: tf.Operation, numbers: Sequence[Any]) -> bool:
     if op.type == "Slice":
         return bool(numbers[0][0] != 0 or numbers[1][0] != -1)
     if op.type == "StridedSlice":
-        takes_all = op.get_attr("begin_mask") & op.get_attr("end_mask")
-        return not (takes_all | op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask")) & 1
-    return bool(numbers[-1] == 0)  # the dimension
+        others = op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask")
+        takes_all = op.get_attr("begin_mask") & op.get_attr("end_mask") & 1
+        return not (others & 1 or (takes_all and numbers[1][0] == 1))
+    rank = op.outputs[0].shape.rank or 1
+    return bool(numbers[-1] % rank == 0)
 
 
-def _is_added_first(
-    mark: Mark, parts: set[Mark], used: Collection[tf.Operation], linear: LinearGradients
+def _has_examples(reader: LossReader, tensor: tf.Tensor) -> bool:
+    """Returns True if the first dimension may be that of the examples, or of groups of them."""
+    reader.read([tensor])
+    axis = reader.value(tensor).axis
+    length = tensor.shape[0] if tensor.shape.rank else 1
+    if axis is None or length == 1:
+        return False
+    return axis == 0 or any(n % length == 0 for n in lengths_of(reader.known))
+
+
+def _is_changed(
+    gradient: tf.Tensor,
+    parts: Collection[tf.Operation],
+    used: Collection[tf.Operation],
+    updates: Updates,
 ) -> bool:
-    """Returns True if a gradient meets all other parts before it is changed."""
-    todo = list(parts_of(mark.gradient))
+    """Returns True if a gradient is changed before it meets that of another part."""
+    todo = [gradient]
     while todo:
         tensor = todo.pop()
-        terms = linear.terms(tensor)
-        if terms is None:
-            return False
-        if not parts <= terms.keys():
-            todo += [op.outputs[0] for op in tensor.consumers() if op in used and op.outputs]
-    return True
+        for op in tensor.consumers():
+            if op not in used or takes_handle(op) or _depends_on_others(op, gradient.op, parts):
+                continue
+            others = [each for each in op.inputs if each.ref() != tensor.ref()]
+            is_scaled = op.type in (*PRODUCTS, *QUOTIENTS) and all(map(updates.is_same, others))
+            is_scaled = is_scaled and len(others) == 1
+            if not (is_scaled or op.type in _LINEAR):
+                return True
+            todo += op.outputs
+    return False
+
+
+def _depends_on_others(
+    op: tf.Operation, own: tf.Operation, parts: Collection[tf.Operation]
+) -> bool:
+    before = walk([op], lambda each: [] if each in parts else data_before(each))
+    return any(each in parts and each is not own for each in before)

@@ -60,8 +60,7 @@ def mend_unreduced_updates(
     for edge in search.edges.values():
         by_mark.setdefault(edge.mark, []).append(edge)
     if reduction.size > 1:
-        names = {mark: {each.variable for each in edges} for mark, edges in by_mark.items()}
-        refuse_changed_parts(updates, names, search.linear)
+        refuse_changed_parts(updates, data, by_mark, reduction.size)
     return _reduce(reduction, by_mark)  # [U3]
 
 

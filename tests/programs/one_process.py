@@ -269,17 +269,43 @@ def of_loop(noise: float) -> Callable[[Model, tf.Tensor], Any]:
     return build
 
 
-def of_parts(change: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
-    """Adds the gradients of micro-batches, each of them changed."""
+def of_parts(
+    add: Callable[[Sequence[tf.Tensor]], tf.Tensor],
+    split: Callable[[tf.Tensor], Sequence[tf.Tensor]] = lambda each: tf.split(each, 2),
+) -> Callable[..., Any]:
+    """Adds the gradients of micro-batches."""
 
     def update(m: Model, build: Callable[[Model], tf.Tensor]) -> Any:
         build(m)
-        parts = tf.split(m.each, 2)
+        parts = split(m.each)
         gradients = [tf.gradients(tf.reduce_mean(part), m.variables) for part in parts]
-        sums = [change(first) + change(second) for first, second in zip(*gradients)]
+        sums = [add(of_variable) for of_variable in zip(*gradients)]
         return train.AdamOptimizer(RATE).apply_gradients(zip(sums, m.variables), m.step)
 
     return update
+
+
+def clip_and_add(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n([tf.clip_by_norm(g, 1.0) for g in gradients])
+
+
+def clip_into_variable(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+    zeros = tf.zeros_initializer()
+    shape = gradients[0].shape
+    total = tf.compat.v1.get_variable(
+        f"total_{gradients[0].op.name.replace('/', '_')}",
+        shape,
+        gradients[0].dtype,
+        zeros,
+        trainable=False,
+    )
+    last: Any = total.assign(tf.zeros_like(total))
+    for gradient in gradients:
+        clipped = tf.clip_by_norm(gradient, 1.0)
+        with tf.control_dependencies([last]):
+            last = total.assign_add(clipped)
+    with tf.control_dependencies([last]):
+        return total.read_value()
 
 
 UPDATES: dict[str, Callable[[Model, tf.Tensor], Any]] = {
@@ -343,11 +369,19 @@ OTHERS: dict[str, Callable[[Model, Callable[[Model], tf.Tensor]], Any]] = {
     "in a function": in_a_function,
     "of a loop": lambda m, build: of_loop(0.0)(m, build(m)),
     "of a loop, noise": lambda m, build: of_loop(0.01)(m, build(m)),
-    "of parts": of_parts(lambda g: 0.5 * g),
-    "of parts, clipped": of_parts(lambda g: tf.clip_by_norm(g, 1.0)),
+    "of parts": of_parts(lambda each: 0.5 * tf.add_n(each)),
+    "of parts, stacked": of_parts(lambda each: tf.reduce_mean(tf.stack(each), 0)),
+    "of parts, clipped": of_parts(clip_and_add),
+    "of parts, clipped into a variable": of_parts(clip_into_variable),
+    "of parts, strided": of_parts(clip_and_add, lambda each: [each[::2], each[1::2]]),
 }
 INSIDE = ("tape", "tape by hand", "added in a loop", "of a function", "in a function")
-REFUSED_UPDATES = ("of a loop", "of a loop, noise", "of parts, clipped")
+CLIPPED_PARTS = (
+    "of parts, clipped",
+    "of parts, clipped into a variable",
+    "of parts, strided",
+)
+REFUSED_UPDATES = ("of a loop", "of a loop, noise", *CLIPPED_PARTS)
 
 
 # -- pipelines -----------------------------------------------------------------------------

@@ -22,7 +22,10 @@ CHOSEN = [
     Program("small sum", "descent"),
     Program("mean", "of a loop, noise"),
     Program("mean", "of parts"),
+    Program("mean", "of parts, stacked"),
     Program("mean", "of parts, clipped"),
+    Program("mean", "of parts, clipped into a variable"),
+    Program("mean", "of parts, strided"),
 ]
 
 
