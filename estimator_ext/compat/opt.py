@@ -71,7 +71,8 @@ class DecoupledWeightDecayExtension:
         decay = tf.cast(self._weight_decay, var.dtype.base_dtype)
         if indices is None:
             return var.assign_sub(decay * var)
-        return var.scatter_sub(tf.IndexedSlices(decay * tf.gather(var, indices), indices))
+        rows = tf.unique(indices).y
+        return var.scatter_sub(tf.IndexedSlices(decay * tf.gather(var, rows), rows))
 
 
 def _after_decay(name: str) -> Callable[..., Any]:
@@ -85,7 +86,8 @@ def _after_decay(name: str) -> Callable[..., Any]:
     return apply
 
 
-for _name in ("_apply_dense", "_apply_sparse", "_resource_apply_dense", "_resource_apply_sparse"):
+_SPARSE = "apply_sparse_duplicate_indices"
+for _name in ("_apply_dense", f"_{_SPARSE}", "_resource_apply_dense", f"_resource_{_SPARSE}"):
     setattr(DecoupledWeightDecayExtension, _name, _after_decay(_name))
 
 

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hostopt
+from estimator_ext._tf_estimator import estimator_v1 as estimators
 from estimator_ext.compat import learn, predictor
 
 v1 = tf.compat.v1
@@ -18,14 +19,15 @@ v1 = tf.compat.v1
 def model_fn(features: Any, labels: Any, mode: str) -> Any:
     weight = v1.get_variable("w", initializer=0.0)
     outputs = {"y": weight * features["x"]}
-    export = v1.estimator.export.PredictOutput({"twice": 2 * outputs["y"]})
+    export = estimators.export.PredictOutput({"twice": 2 * outputs["y"]})
     if mode == learn.ModeKeys.INFER:
-        kinds = {"serving_default": export}
-        return v1.estimator.EstimatorSpec(mode, outputs, export_outputs=kinds)
+        plain = estimators.export.PredictOutput(outputs)
+        kinds = {"serving_default": export, "plain": plain}
+        return estimators.EstimatorSpec(mode, outputs, export_outputs=kinds)
     loss = tf.reduce_mean((outputs["y"] - labels) ** 2)
     step = v1.train.get_or_create_global_step()
     optimizer = v1.train.GradientDescentOptimizer(0.1)
-    return v1.estimator.EstimatorSpec(mode, outputs, loss, optimizer.minimize(loss, step))
+    return estimators.EstimatorSpec(mode, outputs, loss, optimizer.minimize(loss, step))
 
 
 def input_fn() -> Any:
@@ -40,7 +42,7 @@ def serving_input_fn() -> Any:
 
 def experiment_fn(run_config: Any, hparams: int) -> learn.Experiment:
     return learn.Experiment(
-        v1.estimator.Estimator(model_fn, config=run_config),
+        estimators.Estimator(model_fn, config=run_config),
         input_fn,
         eval_input_fn=input_fn,
         train_steps=hparams,
@@ -65,11 +67,11 @@ def test_an_experiment_trains_evaluates_and_exports(tmp_path: Path) -> None:
     twice = predictor.from_saved_model(str(exported))({"x": x})
     np.testing.assert_allclose(twice["twice"], 2 * weight * x, rtol=1e-6)
 
-    estimator = v1.estimator.Estimator(model_fn, config=config)
+    estimator = estimators.Estimator(model_fn, config=config)
     predict = predictor.from_estimator(estimator, serving_input_fn)
-    np.testing.assert_allclose(predict({"x": x})["y"], weight * x, rtol=1e-6)
-    of_output = predictor.from_estimator(estimator, serving_input_fn, "serving_default")
-    np.testing.assert_allclose(of_output({"x": x})["twice"], 2 * weight * x, rtol=1e-6)
+    np.testing.assert_allclose(predict({"x": x})["twice"], 2 * weight * x, rtol=1e-6)
+    of_output = predictor.from_estimator(estimator, serving_input_fn, "plain")
+    np.testing.assert_allclose(of_output({"x": x})["y"], weight * x, rtol=1e-6)
     with pytest.raises(ValueError, match=r"The inputs are \['x'\], but \['z'\] were passed"):
         predict({"x": x, "z": x})
 
@@ -87,6 +89,6 @@ def test_a_schedule_is_a_method_of_the_experiment(tmp_path: Path) -> None:
 def test_what_cannot_work_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(hostopt.ConfigError, match="return eval_metric_ops"):
         learn.Experiment(None, input_fn, input_fn, eval_metrics={"accuracy": None})
-    estimator = v1.estimator.Estimator(model_fn, str(tmp_path))
+    estimator = estimators.Estimator(model_fn, str(tmp_path))
     with pytest.raises(ValueError, match=r"has no checkpoint in .* Train it first"):
         predictor.from_estimator(estimator, serving_input_fn)
