@@ -18,15 +18,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 import hostopt
+from estimator_ext.compat.compat import HOROVOD
 from estimator_ext.compat.contrib import REPLACE, ROOT, missing
 from estimator_ext.compat.reader import Reader, Use, When, is_main
 from estimator_ext.compat.tensorflow_1 import parsed, values_of_dimensions
 from estimator_ext.errors import UnsupportedError
 
 _KNOWN = re.compile(r"(tensorflow|tf_slim|keras|horovod|smdistributed)\b")
-_HOROVOD = re.compile(
-    r"horovod(\.tensorflow)?(\.keras)?:|smdistributed\.dataparallel\.tensorflow:"
-)
 _OLD_PYTHON = {"urllib2", "urlparse", "cPickle", "StringIO", "cStringIO", "ConfigParser", "Queue"}
 _OLD_PYTHON |= {"HTMLParser", "__builtin__", "commands", "imp", "distutils"}
 _ESTIMATOR = re.compile(
@@ -185,7 +183,7 @@ class Tree:
         """Adds the use of a name from elsewhere, and what is known of that name."""
         name = use.names[0]
         root = re.split("[.:]", name)[0]
-        if _HOROVOD.match(name):
+        if name.partition(":")[0] in ("horovod", *HOROVOD):
             file.options.add("--hvd")
         elif root not in self._present - set(sys.modules):
             file.uses.append(use)

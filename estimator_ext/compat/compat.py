@@ -37,7 +37,7 @@ _MOVED = {
     "tf_keras.legacy_tf_layers": "tf_keras.src.legacy_tf_layers",
 }
 # Modules of Horovod and of SageMaker's library; the first one that is found counts.
-_HOROVOD = {
+HOROVOD = {
     "horovod.keras": "hostopt.keras",
     "horovod.tensorflow.compression": "hostopt.tensorflow.compression",
     "horovod.tensorflow.keras": "hostopt.tensorflow.keras",
@@ -112,7 +112,7 @@ def serve_horovod() -> None:
     They do so also if these packages are installed.
     """
     _add_moved_modules()
-    _MOVED.update(_HOROVOD)
+    _MOVED.update(HOROVOD)
     for name in ("horovod", "smdistributed", "smdistributed.dataparallel"):
         package = sys.modules[name] = types.ModuleType(name)
         package.__path__ = []

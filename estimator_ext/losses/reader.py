@@ -172,7 +172,7 @@ class LossReader:
         ends = is_same_on_all_ranks(op)
         before = [] if ends else _sources(op)
         of_rank = OF_THIS_RANK.match(op.type) and not is_placed and _captured_by(op) is None
-        is_data = bool(of_rank) or op in self.known.data or _is_static_count(op, self._all_lengths)
+        is_data = bool(of_rank) or op in self.known.data or _is_static_count(op, self.lengths)
         is_data = is_data or any(self._data.get(each, False) for each in before)
         self._data[op] = is_data and not ends
         self._variables[op] = (
@@ -182,7 +182,8 @@ class LossReader:
         )
 
     @functools.cached_property
-    def _all_lengths(self) -> set[int]:
+    def lengths(self) -> set[int]:
+        """Numbers of examples in a batch of this rank."""
         return lengths_of(self.known)
 
     def _is_followed(self, op: tf.Operation) -> bool:
@@ -227,8 +228,8 @@ class LossReader:
         shape = tensor.shape.as_list()
         if None in shape:
             return int(shape.index(None))
-        found = [axis for axis, n in enumerate(shape) if n in self._all_lengths and n > 1]
-        if not found and any(shape[0] % n == 0 for n in self._all_lengths if n):
+        found = [axis for axis, n in enumerate(shape) if n in self.lengths and n > 1]
+        if not found and any(shape[0] % n == 0 for n in self.lengths if n):
             found = [0]  # a multiple, as after a reshape
         return found[0] if found else None
 
@@ -347,7 +348,7 @@ class LossReader:
             axis = self.value(source.op.inputs[source.value_index]).axis
             begin = tf.get_static_value(op.inputs[1]) if op.type == "StridedSlice" else None
             index = None if begin is None else int(begin[0])
-        elif _is_static_count(op, self._all_lengths):
+        elif _is_static_count(op, self.lengths):
             axis = index = 0
         else:
             return self._of_leaf(op.outputs[0])

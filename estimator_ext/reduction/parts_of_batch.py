@@ -7,8 +7,9 @@ computes, which clips each part of each rank. If the parts are only added up, al
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +18,7 @@ import hostopt
 from estimator_ext.graphs.fingerprint import Updates
 from estimator_ext.graphs.operation_kinds import ADDING, PRODUCTS, QUOTIENTS, takes_handle
 from estimator_ext.graphs.walks import data_before, walk
-from estimator_ext.losses.reader import Known, LossReader, lengths_of
+from estimator_ext.losses.reader import Known, LossReader
 from estimator_ext.reduction.gradient_marks import Mark, marks_of_graph
 from hostopt.tensorflow.sparse import values_of
 
@@ -50,11 +51,12 @@ def refuse_changed_parts(
     by_source: dict[str | None, list[Mark]] = {}
     for mark in marks:
         by_source.setdefault(updates.variable_of(mark.source.op), []).append(mark)
-    known = Known(data, {}, marks_of_graph(), size)
+    reader = LossReader(Known(data, {}, marks_of_graph(), size))
+    selected = functools.cache(functools.partial(_selected, reader))  # by targets
     changes = [op for operations in updates.varying.values() for op in operations]
     used: set[tf.Operation] = set()
     for source, found in by_source.items():
-        parts = _of_parts(LossReader(known), found) if len(found) > 1 else []
+        parts = _of_parts(selected, found) if len(found) > 1 else []
         used = used or set(walk(changes if parts else [], data_before))
         operations = {values_of(mark.gradient).op for mark in parts}
         if any(_is_changed(values_of(mark.gradient), operations, used, updates) for mark in parts):
@@ -65,11 +67,10 @@ def refuse_changed_parts(
             )
 
 
-def _of_parts(reader: LossReader, marks: Iterable[Mark]) -> list[Mark]:
+def _of_parts(selected: Callable[[Any], set[Any]], marks: Sequence[Mark]) -> list[Mark]:
     """Returns the gradients of losses that select examples from a tensor that others share."""
-    selected = {mark: _selected(reader, mark.targets) for mark in marks}
-    counts = Counter(reference for found in selected.values() for reference in found)
-    return [mark for mark, found in selected.items() if any(counts[each] > 1 for each in found)]
+    counts = Counter(reference for mark in marks for reference in selected(mark.targets))
+    return [mark for mark in marks if any(counts[each] > 1 for each in selected(mark.targets))]
 
 
 def _selected(reader: LossReader, targets: Iterable[tf.Operation]) -> set[Any]:
@@ -109,7 +110,7 @@ def _has_examples(reader: LossReader, tensor: tf.Tensor) -> bool:
     length = tensor.shape[0] if tensor.shape.rank else 1
     if axis is None or length == 1:
         return False
-    return axis == 0 or any(n % length == 0 for n in lengths_of(reader.known))
+    return axis == 0 or any(n % length == 0 for n in reader.lengths)
 
 
 def _is_changed(

@@ -46,6 +46,7 @@ def said(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], int
         (TF + "import numpy as np\nnp.int_\nnp.none", f"needs numpy.none (line 4): {REPLACE}"),
         (TF + "import no_such.x", "needs the package no_such (line 2): Install it"),
         (TF + "import horovod.tensorflow as hvd\nhvd.init()", "runs with --hvd"),
+        (TF + "from horovod.tensorflow.mpi_ops import rank", "runs with --hvd"),
         (TF + "tf.distribute.MirroredStrategy()", "runs"),
         (TF + "P(use_tpu=True)", "needs use_tpu=False (line 2): There is no TPU. Pass False"),
         # if they exist
