@@ -24,7 +24,6 @@ from estimator_ext.compat.tensorflow_1 import (
 )
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.sharding import POLICIES
-from hostopt import process_ring
 from hostopt.adapters.discover import set_tf_config
 from hostopt.connect import exit_in_one_line, original_of
 
@@ -66,10 +65,7 @@ def main(argv: Sequence[str]) -> None:
         exit_in_one_line(error)
     try:
         _run(options)
-        if options.hvd:
-            _check_joined()
-        else:
-            _check_used(ranks)
+        _check_used(ranks, options.hvd)
     except Exception as error:
         refusal = _refusal(error)
         if refusal is None:
@@ -98,23 +94,17 @@ def _path(options: argparse.Namespace) -> str:
     return path
 
 
-def _check_used(ranks: Ranks) -> None:
+def _check_used(ranks: Ranks, calls_init: bool) -> None:
     if ranks.are_used:
         return
-    cluster = ranks.find()  # the program may have set TF_CONFIG, and never asked for it
+    # the program may have set TF_CONFIG, and never asked for it
+    cluster = hostopt.Cluster.from_tf_config() if calls_init else ranks.find()
     if cluster is not None and cluster.size > 1:
+        missing = "never called hvd.init()" if calls_init else "created no estimator"
+        remedy = "Leave out --hvd, or run it" if calls_init else "Run it"
         raise UnsupportedError(
-            f"the program created no estimator: each of {cluster.size} processes ran it "
-            "independently. Run it in one process"
-        )
-
-
-def _check_joined() -> None:
-    size = hostopt.Cluster.from_tf_config().size
-    if size > 1 and not process_ring.has_joined():
-        raise UnsupportedError(
-            f"the program never called hvd.init(): each of {size} processes ran it independently. "
-            "Leave out --hvd, or run it in one process"
+            f"the program {missing}: each of {cluster.size} processes ran it independently. "
+            f"{remedy} in one process"
         )
 
 

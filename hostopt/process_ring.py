@@ -23,6 +23,7 @@ from hostopt.process.child_process import call_at_exit
 
 _lock = threading.RLock()
 _joined: list[ProcessRing] = []  # the ring, if there is one
+at_first_join: list[Callable[[], object]] = []  # called when this process joins its first ring
 
 
 class ProcessRing:
@@ -82,7 +83,7 @@ def init(only_once: bool = False) -> ProcessRing:
             communicator.close()
             raise
         tf_config.hide()
-        _close_at_exit()
+        _begin()
         return _joined[0]
 
 
@@ -99,11 +100,6 @@ def is_initialized() -> bool:
     return bool(_joined)
 
 
-def has_joined() -> bool:
-    """Returns True if this process has called `init`, also after `shutdown`."""
-    return _close_at_exit.cache_info().currsize > 0
-
-
 def current() -> ProcessRing:
     """Returns the ring of this process."""
     if not _joined:
@@ -112,8 +108,10 @@ def current() -> ProcessRing:
 
 
 @functools.cache
-def _close_at_exit() -> None:
+def _begin() -> None:
     call_at_exit(shutdown)
+    for function in at_first_join:
+        function()
 
 
 os.register_at_fork(after_in_child=_joined.clear)  # the ring is the parent's

@@ -33,6 +33,7 @@ from estimator_ext.estimator.estimator import HostOffloadEstimator, adopt
 from estimator_ext.estimator.run_config import adopt_cluster
 from estimator_ext.estimator.training import train_and_evaluate
 from estimator_ext.strategy.strategy import HostOffloadStrategy, StrategyOfRanks
+from hostopt import process_ring
 from hostopt.launch.environment import tf_config_of
 
 _log = tf.get_logger()
@@ -54,7 +55,8 @@ class Ranks:
 
     def __init__(self, auto_shard: str, loss_is: str = "", used: Any = None) -> None:
         self._options = auto_shard, loss_is
-        self.used = used or multiprocessing.RawValue("b")  # shared with children
+        # shared with children; one that is 0 counts as False
+        self.used = multiprocessing.RawValue("b") if used is None else used
         self._strategy: StrategyOfRanks | None = None
         self._cluster: hostopt.Cluster | None = None
         self._config = ""  # its TF_CONFIG
@@ -62,8 +64,12 @@ class Ranks:
 
     @property
     def are_used(self) -> bool:
-        """True if an estimator or a strategy of the program, or of a child, has been created."""
+        """True if the program, or a child, has created an estimator or a strategy, or a ring."""
         return bool(self.used.value)
+
+    def note_use(self) -> None:
+        """Makes `are_used` true."""
+        self.used.value = True
 
     def find(self, resolver: Any = None) -> hostopt.Cluster | None:
         """Returns the cluster that this process belongs to, or None.
@@ -151,6 +157,7 @@ def prepare_program(
     ranks = Ranks(auto_shard, loss_is, used)
     if reduces_itself:
         serve_horovod()
+        process_ring.at_first_join.append(ranks.note_use)
     else:
         _replace_strategies(ranks)
         _adopt_configurations(ranks)
@@ -174,7 +181,7 @@ def _replace_strategies(ranks: Ranks) -> None:
         strategy = ranks.join(*resolvers)
         if strategy is None:
             return object.__new__(kind)
-        ranks.used.value = True
+        ranks.note_use()
         strategy.extended.reduces_at_backward = False  # the program knows of ranks
         return strategy  # of another class, so Python does not call __init__
 
@@ -234,7 +241,7 @@ def _adopt_estimators(ranks: Ranks) -> None:
         if strategy is not None:
             config = _on_ranks(config, strategy)
         init(self, model_fn, model_dir, config, params, warm_start_from)
-        ranks.used.value = True
+        ranks.note_use()
         if strategy is not None and config.train_distribute is strategy:
             adopt(self)
 

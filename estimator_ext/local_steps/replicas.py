@@ -32,9 +32,9 @@ from estimator_ext.graphs.fingerprint import read_updates
 from estimator_ext.local_steps.replica_part import Difference, ReplicaPart
 from estimator_ext.spec import operations_of_step
 from estimator_ext.strategy.local_steps import LocalSteps
-from estimator_ext.variables.desync import checksum
-from estimator_ext.variables.sync_on_read import assign, has_numbers, in_parts, is_sync_on_read
+from estimator_ext.variables.sync_on_read import assign, is_sync_on_read
 from hostopt.tensorflow.background import HOST_DEVICE
+from hostopt.tensorflow.checksums import checksum, has_numbers, in_parts
 
 _OUTER = "outer"  # scope of the slots of outer steps in a checkpoint
 _POWER = re.compile(r"(.*/)?beta\d_power(_\d+)?")  # of Adam, which counts steps in it

@@ -9,12 +9,8 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.reduction.divided_slots import DividedSlots
-from estimator_ext.variables.sync_on_read import (
-    assign,
-    has_numbers,
-    in_parts,
-    initial_local_value,
-)
+from estimator_ext.variables.sync_on_read import assign, initial_local_value
+from hostopt.tensorflow.checksums import has_numbers, in_parts
 
 _log = tf.get_logger()
 

@@ -19,10 +19,10 @@ from estimator_ext._tf_private import (
 )
 from estimator_ext.graphs.operation_kinds import OF_THIS_RANK
 from estimator_ext.graphs.walks import data_before, walk
-from estimator_ext.variables.desync import checksum
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.calls import call
+from hostopt.tensorflow.checksums import checksum
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 
 _REMEDY = "Do this in a function that is given to strategy.run, with an optimizer"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.variables.sync_on_read import has_numbers, in_parts
+from hostopt.tensorflow.checksums import check_same, checksums, has_numbers
 
 # The ranks also compare after these steps of a training, as most causes act from the start.
 _FIRST_STEPS = (1, 10, 100)
@@ -59,28 +57,13 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
         self._compare(session)
 
     def _compare(self, session: tf.compat.v1.Session) -> None:
-        local = [
-            checksum(value) for part in in_parts(self._variables) for value in session.run(part)
-        ]
         name = f"the checksums of the variables after step {self._step}"
-        checksums = self._communicator.all_gather(np.array(local, np.uint32), name)
-        differs = checksums != checksums[0]
-        if differs.any():
-            raise self._error(differs)
+        of_ranks = self._communicator.all_gather(checksums(session, self._variables), name)
+        cluster, when = self._communicator.transport.cluster, f"after step {self._step}"
+        check_same(of_ranks, self._variables, cluster, when, self._remedy, self._step)
 
-    def _error(self, differs: Any) -> hostopt.CollectiveMismatchError:
-        cluster = self._communicator.transport.cluster
-        names = [v.op.name for v, any_ in zip(self._variables, differs.any(0)) if any_]
-        ranks = [rank for rank, any_ in enumerate(differs.any(1)) if any_]
-        more = f" and {len(names) - 1} more differ" if len(names) > 1 else " differs"
-        return hostopt.CollectiveMismatchError(
-            f"after step {self._step} variable {names[0]!r}{more} between "
-            f"{cluster.describe(0)} and {', '.join(map(cluster.describe, ranks))}, but all ranks "
-            f"should have the same values. {self._cause(names)}; then resume from a checkpoint of "
-            "an earlier step",
-            **cluster.attributes(ranks[0]),
-            step=self._step,
-        )
+    def _remedy(self, names: Sequence[str]) -> str:
+        return f"{self._cause(names)}; then resume from a checkpoint of an earlier step"
 
     def _cause(self, names: Sequence[str]) -> str:
         for name in names:
@@ -93,8 +76,3 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
             "The step's graph shows no likely cause: look for a hook, a callback or a session.run "
             "that changes variables on one rank"
         )
-
-
-def checksum(value: Any) -> int:
-    """Returns the CRC-32 of the bits of an array."""
-    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))

@@ -6,7 +6,7 @@ the sum over the ranks, depending on the variable's aggregation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ import tensorflow as tf
 import hostopt
 from hostopt.collectives.reduce_op import DTYPES
 
-_PART_BYTES = 64 << 20
 _REDUCED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM)
 
 
@@ -82,30 +81,6 @@ def assign(
             {reference.deref(): value for reference, value in feeds.items()},
         )
         left = later
-
-
-def has_numbers(variable: tf.Variable) -> bool:
-    """Returns False for variables of strings, resources and variants."""
-    return variable.dtype.base_dtype not in (tf.string, tf.resource, tf.variant)
-
-
-def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
-    """Divides variables into parts, each to be read or written in one run of a session.
-
-    One run per variable would be slow, as TensorFlow prepares each run. One run for all variables
-    would need memory for a copy of the whole model and its slots.
-    """
-    part: list[tf.Variable] = []
-    nbytes = 0
-    for variable in variables:
-        size = (variable.shape.num_elements() or 0) * variable.dtype.base_dtype.size
-        if part and nbytes + size > _PART_BYTES:
-            yield part
-            part, nbytes = [], 0
-        part.append(variable)
-        nbytes += size
-    if part:
-        yield part
 
 
 def initial_local_value(variable: tf.Variable, value: Any, rank: int) -> Any:

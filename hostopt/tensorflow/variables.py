@@ -15,8 +15,10 @@ import tensorflow as tf
 from hostopt import process_ring
 from hostopt.errors import ConfigError
 from hostopt.tensorflow.calls import broadcast_values, call_name, calling
+from hostopt.tensorflow.checksums import check_same, checksums, has_numbers
 from hostopt.tensorflow.collectives import check_root
 from hostopt.tensorflow.refusals import refuse_device
+from hostopt.tensorflow.wrapping import LOCAL
 
 
 def broadcast_variables(
@@ -97,6 +99,9 @@ def broadcast_global_variables(root_rank: int = 0) -> Any:
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     """Assigns the values of one rank to all global variables, once the session is initialized.
 
+    At the end of the training it compares the trainable variables of the ranks, without those of
+    `register_local_var`.
+
     Args:
       root_rank: rank whose values are assigned.
       device: must be empty.
@@ -106,15 +111,36 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         refuse_device(device)
         self._root_rank = root_rank
         self._operation: Any = None
+        self._compared: list[tf.Variable] = []
 
     def begin(self) -> None:
         """Adds the operation to the graph."""
         self._operation = broadcast_global_variables(self._root_rank)
+        local = {id(each) for each in tf.compat.v1.get_collection(LOCAL)}
+        trained = (each for each in tf.compat.v1.trainable_variables() if id(each) not in local)
+        self._compared = sorted(filter(has_numbers, trained), key=lambda each: each.name)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Assigns the values."""
         del coord
         session.run(self._operation)
+
+    def end(self, session: Any) -> None:
+        """Raises CollectiveMismatchError if the ranks have trained different variables."""
+        ring = process_ring.current()
+        if ring.size == 1:
+            return
+        name = "the checksums of the variables at the end of the training"
+        of_ranks = ring.named.all_gather(checksums(session, self._compared)[None], name)
+        cluster = ring.communicator.transport.cluster
+        check_same(of_ranks, self._compared, cluster, "after the training", _remedy)
+
+
+def _remedy(names: Sequence[str]) -> str:
+    return (
+        f"Give all ranks the same gradients, learning rates and counters, or name {names[0]!r} in "
+        "DistributedOptimizer.register_local_var if each rank trains its own"
+    )
 
 
 def broadcast_object(

@@ -17,6 +17,8 @@ from hostopt.tensorflow.gradient_reduction import GradientReduction
 from hostopt.tensorflow.reduced import mark
 from hostopt.tensorflow.sparse import map_values
 
+LOCAL = "hostopt_local"  # collection of a graph: variables that each rank trains on its own
+
 
 def change_class(instance: Any, methods: dict[str, Any]) -> None:
     """Gives an object a subclass of its class, of the same name, with other methods."""
@@ -96,6 +98,7 @@ class LocalSources:
         """Makes a variable, or another source of a tape, local."""
         source = _without_wrapper(source)
         self._sources[id(source)] = source
+        tf.compat.v1.add_to_collection(LOCAL, source)
 
     def __contains__(self, source: Any) -> bool:
         return id(_without_wrapper(source)) in self._sources

@@ -143,21 +143,46 @@ def test_a_strategy_of_two_devices_is_refused_on_two_ranks(tmp_path: Path) -> No
     assert "Traceback" not in ran.stderr + ran.stdout
 
 
+def data_of_horovod(directory: Path) -> Path:
+    directory.mkdir()
+    random = np.random.default_rng(0)
+    images = random.random((1280, 784), np.float32)
+    np.savez(directory / "data.npz", x=images, y=random.integers(0, 10, 1280))
+    return directory
+
+
 @pytest.mark.parametrize("program", ["hvd_estimator.py", "hvd_tape.py", "sdp_tape.py"])
 def test_programs_of_horovod_import_its_names(tmp_path: Path, program: str) -> None:
     weights = []
     for size in (1, 2):
-        directory = tmp_path / str(size)
-        directory.mkdir()
-        random = np.random.default_rng(0)
-        images = random.random((1280, 784), np.float32)
-        np.savez(directory / "data.npz", x=images, y=random.integers(0, 10, 1280))
+        directory = data_of_horovod(tmp_path / str(size))
         run(size, "--hvd", str(PROGRAMS / program), str(directory))
         weights += [dict(np.load(directory / f"weights-{rank}.npz")) for rank in range(size)]
     alone, first, second = weights
     for name, value in first.items():
         assert np.array_equal(value, second[name]), name
     assert set(alone) == set(first)
+
+
+def test_a_child_that_calls_init_counts(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""
+import multiprocessing
+import runpy
+import sys
+
+if __name__ == "__main__":
+    path = {str(PROGRAMS / "hvd_tape.py")!r}
+    child = multiprocessing.get_context("spawn").Process(target=runpy.run_path, args=[path])
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+    )
+    directory = data_of_horovod(tmp_path / "data")
+    run(2, "--hvd", str(program), str(directory))
+    assert (directory / "weights-1.npz").exists()
 
 
 HOROVOD = [
