@@ -18,11 +18,10 @@ from types import ModuleType
 from typing import NamedTuple
 
 import hostopt
-from estimator_ext.compat.compat import HOROVOD
-from estimator_ext.compat.contrib import REPLACE, ROOT, missing
+from estimator_ext.compat.compat import HOROVOD, moved_module
+from estimator_ext.compat.contrib.names import REPLACE, ROOT, missing
 from estimator_ext.compat.reader import Reader, Use, When, is_main
 from estimator_ext.compat.tensorflow_1 import parsed, values_of_dimensions
-from estimator_ext.errors import UnsupportedError
 
 _KNOWN = re.compile(r"(tensorflow|tf_slim|keras|horovod|smdistributed)\b")
 _OLD_PYTHON = {"urllib2", "urlparse", "cPickle", "StringIO", "cStringIO", "ConfigParser", "Queue"}
@@ -38,6 +37,7 @@ _REFUSED = {  # calls
 _TRAINS = re.compile(  # in a session
     r"tensorflow\b.*[.:](MonitoredTrainingSession|Supervisor|(slim\.learning|training)\.train)"
 )
+_OF_HOROVOD = {name.partition(".")[0] for name in HOROVOD}
 _NO_ESTIMATOR = "It has no Estimator. Run it in one process"
 _NO_TPU = "There is no TPU. Pass False"
 
@@ -183,9 +183,9 @@ class Tree:
         """Adds the use of a name from elsewhere, and what is known of that name."""
         name = use.names[0]
         root = re.split("[.:]", name)[0]
-        if name.partition(":")[0] in ("horovod", *HOROVOD):
+        if root in _OF_HOROVOD:
             file.options.add("--hvd")
-        elif root not in self._present - set(sys.modules):
+        if root not in self._present - set(sys.modules):
             file.uses.append(use)
         if root == "keras" and importlib.metadata.version("keras").startswith("3"):
             file.add("needs", "tf.keras", "`import keras` is Keras 3, without graphs", use.line)
@@ -275,7 +275,7 @@ def _lack(name: str, is_import: bool, is_v1: bool) -> tuple[str, str, str] | Non
     """Returns what is missing of a name: a word, the name, and what to do."""
     module, _, attributes = name.partition(":")
     root = module.partition(".")[0]
-    if root not in sys.modules:
+    if root not in sys.modules and root not in _OF_HOROVOD:
         if importlib.util.find_spec(root) is not None:
             return None
         if root in _OLD_PYTHON:
@@ -285,6 +285,8 @@ def _lack(name: str, is_import: bool, is_v1: bool) -> tuple[str, str, str] | Non
         found = _module(module, is_v1)
     except ImportError as error:
         return _lacking(error.name or module)
+    except hostopt.ConfigError as error:  # another Keras is installed
+        return _lacking(module, _advice_of(error))
     path = module
     for part in filter(None, attributes.split(".")):
         if not isinstance(found, (ModuleType, type)):
@@ -292,15 +294,14 @@ def _lack(name: str, is_import: bool, is_v1: bool) -> tuple[str, str, str] | Non
         path += f".{part}"
         try:
             found = getattr(found, part)
-        except UnsupportedError as error:
-            return "needs", _shown(path), str(error).partition(". ")[2]
-        except (AttributeError, ImportError):
+        except (AttributeError, ImportError) as error:
+            lacking = _lacking(path, _advice_of(error))
+            if not is_import and root == "tensorflow":
+                return lacking
             try:
-                if not is_import and root == "tensorflow":
-                    return _lacking(path)
                 found = _module(path, is_v1)
             except ImportError:
-                return _lacking(path)
+                return lacking
     return None
 
 
@@ -314,6 +315,11 @@ def _module(name: str, is_v1: bool) -> object:
             except ImportError:
                 pass
         return importlib.import_module(name)
+    if root in _OF_HOROVOD:
+        found = moved_module(name, HOROVOD)
+        if found is None and not any(known.startswith(f"{name}.") for known in HOROVOD):
+            raise ImportError(name=name)
+        return found or ModuleType(name)
     if name in sys.modules:
         return sys.modules[name]
     if importlib.util.find_spec(name) is None:
@@ -321,11 +327,15 @@ def _module(name: str, is_v1: bool) -> object:
     return None
 
 
-def _lacking(name: str) -> tuple[str, str, str]:
+def _lacking(name: str, advice: str = "") -> tuple[str, str, str]:
     if name.startswith(f"{ROOT}."):
-        error = missing(name[len(ROOT) + 1 :])
-        return "needs", _shown(name), str(error).partition(". ")[2]
-    return "needs", _shown(name), REPLACE
+        advice = _advice_of(missing(name[len(ROOT) + 1 :]))
+    return "needs", _shown(name), advice or REPLACE
+
+
+def _advice_of(error: Exception) -> str:
+    """Returns the second sentence of an error; "" if it has one only."""
+    return str(error).partition(". ")[2]
 
 
 def _shown(name: str) -> str:

@@ -9,7 +9,7 @@ import pkgutil
 import sys
 import types
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from estimator_ext import tpu
 from estimator_ext._tf_estimator import estimator_v1, estimator_v2
 from estimator_ext._tf_estimator._loading import PACKAGES, check_keras, knows_estimator
-from estimator_ext.compat.contrib import add_contrib, import_own_names
+from estimator_ext.compat.contrib.names import add_contrib, import_own_names
 from estimator_ext.compat.finder import Finder
 
 # The compat packages are also attributes of each other.
@@ -140,8 +140,9 @@ def restore_python_names() -> None:
 # -- names that have moved --------------------------------------------------------------------
 
 
-def _moved_module(name: str) -> types.ModuleType | None:
-    for old, new in _MOVED.items():
+def moved_module(name: str, moved: Mapping[str, str] = _MOVED) -> types.ModuleType | None:
+    """Returns the module that an old name of a module stands for; None for other names."""
+    for old, new in moved.items():
         if name == old or name.startswith(f"{old}."):
             new_name = new + name[len(old) :]
             try:
@@ -157,7 +158,7 @@ def _add_moved_modules() -> None:
     """Makes old names of modules and attributes work; may be called again."""
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
-    Finder(_moved_module).install()
+    Finder(moved_module).install()
     for module in {name.partition(":")[0] for name in _MOVED_NAMES}:
         vars(importlib.import_module(module))["__getattr__"] = _lookup(module)
 
