@@ -248,10 +248,10 @@ def _increment(steps: Any) -> Any:
 
 
 def _accumulate(self: Any, pairs: list[Any], apply: Callable[[Any], Any], steps: Any) -> Any:
-    """Calls the accumulator of an optimizer; `steps` counts the steps, unless it is None."""
+    """Calls the accumulator of an optimizer."""
     new = GradientAccumulator(self._hostopt_steps)
     accumulator: GradientAccumulator = vars(self).setdefault("_hostopt_accumulator", new)
-    return accumulator.add_and_apply(pairs, apply, lambda: _increment(steps))
+    return accumulator.add_and_apply(pairs, apply, steps)
 
 
 # -- loss scaling ----------------------------------------------------------------------------
@@ -291,15 +291,14 @@ class GradientAccumulator:
         self._sums: list[Any] = []
         self._variables: list[Any] = []
 
-    def add_and_apply(
-        self, grads_and_vars: Any, apply: Callable[[Any], Any], count_step: Callable[[], Any]
-    ) -> Any:
+    def add_and_apply(self, grads_and_vars: Any, apply: Callable[[Any], Any], steps: Any) -> Any:
         """Adds gradients, and applies the sums if this is the last step of a group.
 
         Args:
           grads_and_vars: pairs, of the same variables in each call.
           apply: applies pairs of sums and variables.
-          count_step: counts a step in which nothing is applied, as `apply` counts the others.
+          steps: variable that counts a step in which nothing is applied, as `apply` counts the
+            others; None if there is none.
 
         Returns:
           In a graph the operation that does this; None if called eagerly.
@@ -335,7 +334,7 @@ class GradientAccumulator:
                 return tf.constant(True)
 
         def apply_nothing() -> Any:
-            with _after(count_step()):
+            with _after(_increment(steps)):
                 return tf.constant(False)
 
         with tf.control_dependencies([count]):
