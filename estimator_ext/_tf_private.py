@@ -98,8 +98,7 @@ def saved_partitions(meta_graph: bytes) -> Counter[str]:
 def redirect_writes(redirect: Callable[[FileIO, Callable[[str], None]], None]) -> None:
     """Lets a function choose where a file writes, whenever one is opened to write.
 
-    Args:
-      redirect: gets the file, and a function that opens another path in place of its own.
+    It gets the file, and a function that opens another path in place of that of the file.
     """
     check = FileIO._prewrite_check
 
@@ -233,10 +232,7 @@ _LIBRARIES = {"tensorflow", "keras", "tf_keras", "hostopt", "estimator_ext"}
 
 
 def caller_of(frame: FrameType) -> tuple[tuple[str, str], str, bool]:
-    """Returns who asks a strategy, or a replica context, for its number of ranks.
-
-    Args:
-      frame: the frame that reads `num_replicas_in_sync` of the strategy.
+    """Returns who reads `num_replicas_in_sync` of a strategy, or of a replica context.
 
     Returns:
       Module and name of the function, the place of the call, and True if it is in a library.
@@ -288,8 +284,7 @@ def is_reference(tensor: tf.Tensor) -> bool:
 def control_flow_context(builder: tf.Graph | tf.Operation) -> Any:
     """Returns the innermost branch or loop of TensorFlow 1 around an operation, or None.
 
-    Args:
-      builder: an operation, or a graph for the operations that it would build now.
+    Of a graph it is that of an operation that would be built now.
     """
     return builder._get_control_flow_context()
 

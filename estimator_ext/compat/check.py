@@ -319,14 +319,7 @@ def _shown(name: str) -> str:
 
 
 def check(root: str) -> int:
-    """Prints a line for each file that uses TensorFlow, and a summary.
-
-    Args:
-      root: a program, or a folder.
-
-    Returns:
-      The exit code: 0 if all files run, 78 otherwise.
-    """
+    """Prints a line for each file that uses TensorFlow, and a summary; returns the exit code."""
     tree = Tree(Path(root))
     files = tree.files()
     shown = [file for file in files if file.uses_tensorflow or file.is_program]

@@ -50,7 +50,6 @@ def allgather(
 
     Raises:
       ConfigError: the tensor is a scalar, or an argument is not supported.
-      HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
@@ -91,7 +90,6 @@ def broadcast(
 
     Raises:
       ConfigError: `root_rank` is not a rank, or an argument is not supported.
-      HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
@@ -148,7 +146,6 @@ def reducescatter(
 
     Raises:
       ConfigError: the tensor is a scalar, or an argument is not supported.
-      HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
@@ -211,7 +208,6 @@ def alltoall(
 
     Raises:
       ConfigError: the rows cannot be divided like this.
-      HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)

@@ -32,18 +32,13 @@ DEFAULT = "default"
 
 @dataclasses.dataclass(frozen=True)
 class GradientReduction:
-    """Reduces lists of gradients.
+    """Reduces lists of gradients."""
 
-    Args:
-      name: name of the gradients, the same on all ranks; "" until it is known.
-      bucket_mb: size of a bucket in MiB; None for the option `bucket_mb`.
-    """
-
-    name: str
+    name: str  # of the gradients, the same on all ranks; "" until it is known
     op: ReduceOp = ReduceOp.AVERAGE
     compression: Any = Compression.none
     sparse_as_dense: bool = False
-    bucket_mb: float | None = None
+    bucket_mb: float | None = None  # None for the option
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
     nonfinite: str | None = DEFAULT
@@ -235,11 +230,7 @@ class GradientGroup(Reducers):
         self._lock = threading.Lock()
 
     def sum(self, reductions: Sequence[Reduction]) -> list[Any]:
-        """Adds the operations that sum gradients; repeated calls are for the same gradients.
-
-        Args:
-          reductions: the gradients, in variable order, the same on all ranks but for the values.
-        """
+        """Adds the operations that sum gradients, the same on all ranks and in repeated calls."""
         results = self.reduce(reductions)
         self._named.joining.replay_with(self.communicator.name, self._take_part)
         return results

@@ -110,10 +110,8 @@ def _unreduced(self: Any, pairs: list[Any], is_told_not_to: bool) -> list[int]:
     """Returns the positions of gradients that have to be reduced.
 
     Averages are the same if they are averaged again. So gradients are left out only if they are
-    made from reduced ones and nothing else, as far as a graph shows it.
-
-    Args:
-      is_told_not_to: True if the program says that they are reduced.
+    made from reduced ones and nothing else, as far as a graph shows it. If the program says that
+    they are reduced, `is_told_not_to` is True.
     """
     left = []
     for i, origin in origins_of(pairs).items():

@@ -34,21 +34,14 @@ _SMALL_BYTES = 256 << 10
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A tensor of static shape, or a sparse gradient, that is to be reduced over the ranks.
-
-    Args:
-      op: reduction operator of a tensor; sparse gradients are summed.
-      is_gradient: True if it is scaled by the weight of its rank, and its sum must be finite.
-      row_shape: shape of one row of a sparse gradient.
-      sums_rows: True if rows of a sparse gradient with the same index are summed.
-    """
+    """A tensor of static shape, or a sparse gradient, that is to be reduced over the ranks."""
 
     value: tf.Tensor | tf.IndexedSlices
     name: str
-    op: ReduceOp = ReduceOp.SUM
-    is_gradient: bool = True
-    row_shape: tuple[int, ...] = ()
-    sums_rows: bool = True
+    op: ReduceOp = ReduceOp.SUM  # of a tensor; sparse gradients are summed
+    is_gradient: bool = True  # scaled by the weight of its rank, and its sum must be finite
+    row_shape: tuple[int, ...] = ()  # of a sparse gradient
+    sums_rows: bool = True  # of a sparse gradient that have the same index
 
     @property
     def is_sparse(self) -> bool:
@@ -190,24 +183,16 @@ class Reducers:
     """Reducers of tensors, and the operations that call them.
 
     Repeated reductions are of the same tensors, and call the same reducers.
-
-    Args:
-      nonfinite: as for `NonFiniteCheck`.
-      wire_format: format of gradients in buckets; None for that of the option `compression`.
-      side_value: integer that is summed along with the exchange.
-      weight: float64 scalar that multiplies this rank's gradients; None for 1.
-      buckets: reducer of buckets; None before one is needed.
-      exchange: reducer of all other tensors; None before one is needed.
     """
 
     communicator: Communicator
     bucket_bytes: int
-    nonfinite: str | None = None
-    wire_format: WireFormat | None = None
-    side_value: SideValue | None = None
-    weight: tf.Tensor | None = None
-    buckets: Any = None
-    exchange: Any = None
+    nonfinite: str | None = None  # as for `NonFiniteCheck`
+    wire_format: WireFormat | None = None  # in buckets; None for that of the option `compression`
+    side_value: SideValue | None = None  # summed along with the exchange
+    weight: tf.Tensor | None = None  # float64 scalar that multiplies this rank's gradients
+    buckets: Any = None  # reducer of buckets; None before one is needed
+    exchange: Any = None  # reducer of all other tensors; None before one is needed
 
     @property
     def opened(self) -> list[Any]:

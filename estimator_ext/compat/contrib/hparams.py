@@ -13,11 +13,7 @@ _ASSIGNMENT = re.compile(r"\s*(\w+)\s*=\s*(\[[^\]]*\]|[^,\[\]]*)\s*(?:,|$)")
 
 
 class HParams:
-    """Hyperparameters as attributes.
-
-    Args:
-      **values: the hyperparameters with their defaults. Later values must have the same types.
-    """
+    """Hyperparameters as attributes. Later values must have the types of the first ones."""
 
     def __init__(self, **values: Any) -> None:
         self._names: list[str] = []

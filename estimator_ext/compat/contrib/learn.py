@@ -44,17 +44,9 @@ class Experiment:
     """An estimator with its data, and the schedules that `run` chooses from.
 
     Each new checkpoint is evaluated, whatever `local_eval_frequency`, `min_eval_frequency`,
-    `train_steps_per_iteration` and `checkpoint_and_export` are.
-
-    Args:
-      estimator: a `tf.estimator.Estimator`.
-      eval_metrics: must be None.
-      train_monitors: hooks.
-      delay_workers_by_global_step: has no effect, as no rank waits for others to begin.
-      export_strategies: exporters, or one.
-
-    Raises:
-      hostopt.ConfigError: there are eval_metrics.
+    `train_steps_per_iteration` and `checkpoint_and_export` are. No rank waits for others to begin,
+    whatever `delay_workers_by_global_step` is.
+    The monitors are hooks, and the export strategies are exporters. There must be no eval_metrics.
     """
 
     def __init__(
