@@ -159,14 +159,10 @@ def cancel_stop(run_context: Any) -> None:
     run_context._stop_requested = False
 
 
-def add_last_listener(hook: SaverHook, listener: Any) -> None:
-    """Adds a listener that is called after those of a hook that saves."""
-    hook._listeners.append(listener)
-
-
-def add_first_listener(hook: SaverHook, listener: Any) -> None:
-    """Adds a listener that is called before those of a hook that saves."""
-    hook._listeners.insert(0, listener)
+def listeners_of(hook: SaverHook) -> list[Any]:
+    """Returns the list of the listeners of a hook that saves, in the order of their calls."""
+    listeners: list[Any] = hook._listeners
+    return listeners
 
 
 @contextlib.contextmanager
