@@ -16,7 +16,7 @@ import hostopt
 from estimator_ext.compat.adoption import Ranks, prepare_program
 from estimator_ext.compat.check import check
 from estimator_ext.compat.compat import install
-from estimator_ext.compat.contrib import ROOT, missing
+from estimator_ext.compat.contrib.names import ROOT, missing
 from estimator_ext.compat.tensorflow_1 import (
     file_of_module,
     is_in_tensorflow_1,

@@ -98,8 +98,7 @@ def saved_partitions(meta_graph: bytes) -> Counter[str]:
 def redirect_writes(redirect: Callable[[FileIO, Callable[[str], None]], None]) -> None:
     """Lets a function choose where a file writes, whenever one is opened to write.
 
-    Args:
-      redirect: gets the file, and a function that opens another path in place of its own.
+    It gets the file, and a function that opens another path in place of that of the file.
     """
     check = FileIO._prewrite_check
 
@@ -160,14 +159,10 @@ def cancel_stop(run_context: Any) -> None:
     run_context._stop_requested = False
 
 
-def add_last_listener(hook: SaverHook, listener: Any) -> None:
-    """Adds a listener that is called after those of a hook that saves."""
-    hook._listeners.append(listener)
-
-
-def add_first_listener(hook: SaverHook, listener: Any) -> None:
-    """Adds a listener that is called before those of a hook that saves."""
-    hook._listeners.insert(0, listener)
+def listeners_of(hook: SaverHook) -> list[Any]:
+    """Returns the list of the listeners of a hook that saves, in the order of their calls."""
+    listeners: list[Any] = hook._listeners
+    return listeners
 
 
 @contextlib.contextmanager
@@ -233,10 +228,7 @@ _LIBRARIES = {"tensorflow", "keras", "tf_keras", "hostopt", "estimator_ext"}
 
 
 def caller_of(frame: FrameType) -> tuple[tuple[str, str], str, bool]:
-    """Returns who asks a strategy, or a replica context, for its number of ranks.
-
-    Args:
-      frame: the frame that reads `num_replicas_in_sync` of the strategy.
+    """Returns who reads `num_replicas_in_sync` of a strategy, or of a replica context.
 
     Returns:
       Module and name of the function, the place of the call, and True if it is in a library.
@@ -288,8 +280,7 @@ def is_reference(tensor: tf.Tensor) -> bool:
 def control_flow_context(builder: tf.Graph | tf.Operation) -> Any:
     """Returns the innermost branch or loop of TensorFlow 1 around an operation, or None.
 
-    Args:
-      builder: an operation, or a graph for the operations that it would build now.
+    Of a graph it is that of an operation that would be built now.
     """
     return builder._get_control_flow_context()
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
-from estimator_ext._tf_private import SaverHook, add_first_listener, save_path, wrapped_saver
+from estimator_ext._tf_private import SaverHook, listeners_of, save_path, wrapped_saver
 from estimator_ext.checkpoints.file_errors import cannot_save, remove
 from estimator_ext.checkpoints.model_dir_lock import LockCheckListener
 from estimator_ext.checkpoints.reading import is_intact, newest
@@ -70,7 +70,7 @@ def checked_saver(hook: SaverHook, restored: str | None) -> Iterator[None]:
     path = save_path(hook)
     _remove_leftovers(path)
     with wrapped_saver(hook, lambda saver: _CheckedSaver(saver, restored)):
-        add_first_listener(hook, LockCheckListener(os.path.dirname(path)))
+        listeners_of(hook).insert(0, LockCheckListener(os.path.dirname(path)))
         yield
 
 

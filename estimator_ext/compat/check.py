@@ -18,11 +18,10 @@ from types import ModuleType
 from typing import NamedTuple
 
 import hostopt
-from estimator_ext.compat.compat import HOROVOD
-from estimator_ext.compat.contrib import REPLACE, ROOT, missing
+from estimator_ext.compat.compat import HOROVOD, moved_module
+from estimator_ext.compat.contrib.names import REPLACE, ROOT, missing
 from estimator_ext.compat.reader import Reader, Use, When, is_main
 from estimator_ext.compat.tensorflow_1 import parsed, values_of_dimensions
-from estimator_ext.errors import UnsupportedError
 
 _KNOWN = re.compile(r"(tensorflow|tf_slim|keras|horovod|smdistributed)\b")
 _OLD_PYTHON = {"urllib2", "urlparse", "cPickle", "StringIO", "cStringIO", "ConfigParser", "Queue"}
@@ -38,61 +37,40 @@ _REFUSED = {  # calls
 _TRAINS = re.compile(  # in a session
     r"tensorflow\b.*[.:](MonitoredTrainingSession|Supervisor|(slim\.learning|training)\.train)"
 )
+_OF_HOROVOD = {name.partition(".")[0] for name in HOROVOD}
 _NO_ESTIMATOR = "It has no Estimator. Run it in one process"
 _NO_TPU = "There is no TPU. Pass False"
 
 
 class Problem(NamedTuple):
-    """Something that a file lacks.
+    """Something that a file lacks."""
 
-    Args:
-      word: "needs" or "cannot".
-      name: what it needs, or cannot do.
-      advice: what to do about it.
-      line: number of the line.
-      when: when it is needed.
-      file: the file that has the line.
-    """
-
-    word: str
-    name: str
+    word: str  # "needs" or "cannot"
+    name: str  # what it needs, or cannot do
     advice: str
     line: int
     when: When
-    file: Path
+    file: Path  # that has the line
 
 
 @dataclass
 class File:
-    """The facts that are known of a file.
-
-    Args:
-      path: its path.
-      is_script: True if it asks whether it is run.
-      is_program: True if it builds an estimator.
-      uses_tensorflow: True if it imports TensorFlow.
-      uses: the names that it uses of modules outside the checked tree.
-      imports: files of the tree that it imports, and when.
-      problems: those of any run, without those of `uses`.
-      v1_problems: those that the option --v1 solves.
-      options: options that a run needs.
-      found: all its problems, without and with --v1.
-    """
+    """The facts that are known of a file."""
 
     path: Path
-    is_script: bool = False
-    is_program: bool = False
+    is_script: bool = False  # True if it asks whether it is run
+    is_program: bool = False  # True if it builds an estimator
     uses_tensorflow: bool = False
-    uses: list[Use] = field(default_factory=list)
-    imports: dict[Path, When] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    v1_problems: list[Problem] = field(default_factory=list)
-    options: set[str] = field(default_factory=set)
-    found: dict[bool, list[Problem]] = field(default_factory=dict)
+    imports: dict[Path, When] = field(default_factory=dict)  # of files of the tree
+    options: set[str] = field(default_factory=set)  # that a run needs
+    problems: dict[bool, list[Problem]] = field(  # without and with --v1
+        default_factory=lambda: {False: [], True: []}
+    )
 
     def add(self, word: str, name: str, advice: str, line: int, when: When = When.CALLED) -> None:
         """Adds a problem of any run."""
-        self.problems.append(Problem(word, name, advice, line, when, self.path))
+        for each in self.problems.values():
+            each.append(Problem(word, name, advice, line, when, self.path))
 
 
 class Tree:
@@ -102,12 +80,10 @@ class Tree:
         self._files: dict[Path, File] = {}
         self._root = root.resolve()
         folder = self._root if self._root.is_dir() else self._root.parent
-        self._bases = [folder]
-        while _exists(folder / "__init__.py"):
-            folder = folder.parent
-        self._bases.append(folder)
-        self._present = {path.stem for path in _sources(self._bases[0])}
-        self._present |= {path.parent.name for path in _sources(self._bases[0])}
+        packages = list(_packages(folder))
+        self._bases = [folder, *(package.parent.parent for package in packages[-1:])]
+        sources = _sources(folder)
+        self._present = {name for path in sources for name in (path.stem, path.parent.name)}
 
     def files(self) -> list[File]:
         """Returns all files of the folder, or the program and what it imports."""
@@ -124,8 +100,8 @@ class Tree:
     def problems(self, file: File, is_v1: bool) -> list[Problem]:
         """Returns the problems of a file, and those that it has when it imports other files."""
         others = [self.file(path) for path in self._closure(file.path, When.IMPORTED)[1:]]
-        found = [each for other in others for each in self._own(other, is_v1)]
-        return self._own(file, is_v1) + [each for each in found if each.when == When.IMPORTED]
+        found = [each for other in others for each in other.problems[is_v1]]
+        return file.problems[is_v1] + [each for each in found if each.when == When.IMPORTED]
 
     def choose(self, file: File) -> tuple[set[str], list[Problem]]:
         """Returns the options with which a file has the fewest problems, and those problems."""
@@ -135,23 +111,12 @@ class Tree:
         found = {}
         for is_v1 in (False, True):
             problems = self.problems(file, is_v1)
-            called = sum(len(self._own(each, is_v1)) for each in related)
+            called = sum(len(each.problems[is_v1]) for each in related)
             imported = sum(each.when == When.IMPORTED for each in problems)
             found[is_v1] = (imported, called), problems
         is_v1 = found[True][0] < found[False][0]
         options = {"--v1"} if is_v1 else set()
         return options.union(*(each.options for each in related)), found[is_v1][1]
-
-    def _own(self, file: File, is_v1: bool) -> list[Problem]:
-        if is_v1 not in file.found:
-            found = file.found[is_v1] = file.problems + ([] if is_v1 else file.v1_problems)
-            for use in file.uses:
-                lacks = [_lack(name, use.how is ast.ImportFrom, is_v1) for name in use.names]
-                if all(lacks):
-                    found.append(
-                        Problem(*(lacks[0] or ("", "", "")), use.line, use.when, file.path)
-                    )
-        return file.found[is_v1]
 
     def _read(self, path: Path) -> File:
         file = File(path)
@@ -162,31 +127,37 @@ class Tree:
             file.add("cannot", "run", advice, getattr(error, "lineno", 0) or 0, When.IMPORTED)
             file.uses_tensorflow = b"tensorflow" in path.read_bytes()
             return file
-        reader = Reader(tree)
+        reader, elsewhere = Reader(tree), []
         file.uses_tensorflow = any(map(_KNOWN.match, reader.imported))
         self._add_calls(file, tree)
         for use in reader.uses:
             files = self._imported(use, path)
             if files is None:
+                elsewhere.append(use)
                 self._add(file, use)
             elif use.how in (ast.Import, ast.ImportFrom):
                 for each in files:
                     file.imports[each] = min(use.when, file.imports.get(each, use.when))
         if path != self._root:
-            file.imports.update(dict.fromkeys(self._packages(path), When.IMPORTED))
+            file.imports.update(dict.fromkeys(_packages(path.parent), When.IMPORTED))
         for node in values_of_dimensions(tree):
             problem = "needs", ast.unparse(node), "Run it with --v1", node.lineno, When.CALLED
-            file.v1_problems.append(Problem(*problem, path))
+            file.problems[False].append(Problem(*problem, path))
+        others = self._present - set(sys.modules)
+        for use in elsewhere:
+            if _root_of(use.names[0]) not in others:
+                for is_v1, problems in file.problems.items():
+                    lacks = [_lack(name, use.how is ast.ImportFrom, is_v1) for name in use.names]
+                    if lacks[0] and all(lacks):
+                        problems.append(Problem(*lacks[0], use.line, use.when, path))
         return file
 
     def _add(self, file: File, use: Use) -> None:
-        """Adds the use of a name from elsewhere, and what is known of that name."""
+        """Adds what is known of a name from elsewhere."""
         name = use.names[0]
-        root = re.split("[.:]", name)[0]
-        if name.partition(":")[0] in ("horovod", *HOROVOD):
+        root = _root_of(name)
+        if root in _OF_HOROVOD:
             file.options.add("--hvd")
-        elif root not in self._present - set(sys.modules):
-            file.uses.append(use)
         if root == "keras" and importlib.metadata.version("keras").startswith("3"):
             file.add("needs", "tf.keras", "`import keras` is Keras 3, without graphs", use.line)
         for pattern, advice in _REFUSED.items() if use.how is ast.Call else ():
@@ -222,12 +193,6 @@ class Tree:
                     waiting.append(other)
         return list(found)
 
-    def _packages(self, path: Path) -> Iterator[Path]:
-        folder = path.parent
-        while _exists(folder / "__init__.py"):
-            yield folder / "__init__.py"
-            folder = folder.parent
-
     def _imported(self, use: Use, path: Path) -> tuple[Path, ...] | None:
         """Returns the files of the tree that an import runs; None if it is from elsewhere."""
         module, _, attributes = use.names[0].partition(":")
@@ -247,11 +212,14 @@ def _exists(path: Path) -> bool:
 def _sources(folder: Path) -> list[Path]:
     """Returns the files of a folder, without those of hidden folders in it."""
     found = (path for path in folder.rglob("*.py") if path.is_file())
-    return sorted(
-        each
-        for each in found
-        if not any(part.startswith(".") for part in each.relative_to(folder).parts)
-    )
+    return sorted(path for path in found if "/." not in f"/{path.relative_to(folder)}")
+
+
+def _packages(folder: Path) -> Iterator[Path]:
+    """Yields the `__init__.py` of a folder, and those of the packages around it."""
+    while _exists(folder / "__init__.py"):
+        yield folder / "__init__.py"
+        folder = folder.parent
 
 
 @functools.cache
@@ -274,8 +242,8 @@ def _files(folder: Path, parts: tuple[str, ...]) -> tuple[Path, ...]:
 def _lack(name: str, is_import: bool, is_v1: bool) -> tuple[str, str, str] | None:
     """Returns what is missing of a name: a word, the name, and what to do."""
     module, _, attributes = name.partition(":")
-    root = module.partition(".")[0]
-    if root not in sys.modules:
+    root = _root_of(module)
+    if root not in sys.modules and root not in _OF_HOROVOD:
         if importlib.util.find_spec(root) is not None:
             return None
         if root in _OLD_PYTHON:
@@ -285,6 +253,8 @@ def _lack(name: str, is_import: bool, is_v1: bool) -> tuple[str, str, str] | Non
         found = _module(module, is_v1)
     except ImportError as error:
         return _lacking(error.name or module)
+    except hostopt.ConfigError as error:  # another Keras is installed
+        return _lacking(module, _advice_of(error))
     path = module
     for part in filter(None, attributes.split(".")):
         if not isinstance(found, (ModuleType, type)):
@@ -292,15 +262,14 @@ def _lack(name: str, is_import: bool, is_v1: bool) -> tuple[str, str, str] | Non
         path += f".{part}"
         try:
             found = getattr(found, part)
-        except UnsupportedError as error:
-            return "needs", _shown(path), str(error).partition(". ")[2]
-        except (AttributeError, ImportError):
+        except (AttributeError, ImportError) as error:
+            lacking = _lacking(path, _advice_of(error) if root in _OF_HOROVOD else "")
+            if not is_import and root == "tensorflow":
+                return lacking
             try:
-                if not is_import and root == "tensorflow":
-                    return _lacking(path)
                 found = _module(path, is_v1)
             except ImportError:
-                return _lacking(path)
+                return lacking
     return None
 
 
@@ -314,6 +283,11 @@ def _module(name: str, is_v1: bool) -> object:
             except ImportError:
                 pass
         return importlib.import_module(name)
+    if root in _OF_HOROVOD:
+        found = moved_module(name, HOROVOD)
+        if found is None and not any(known.startswith(f"{name}.") for known in HOROVOD):
+            raise ImportError(name=name)
+        return found or ModuleType(name)
     if name in sys.modules:
         return sys.modules[name]
     if importlib.util.find_spec(name) is None:
@@ -321,11 +295,19 @@ def _module(name: str, is_v1: bool) -> object:
     return None
 
 
-def _lacking(name: str) -> tuple[str, str, str]:
+def _lacking(name: str, advice: str = "") -> tuple[str, str, str]:
     if name.startswith(f"{ROOT}."):
-        error = missing(name[len(ROOT) + 1 :])
-        return "needs", _shown(name), str(error).partition(". ")[2]
-    return "needs", _shown(name), REPLACE
+        advice = _advice_of(missing(name[len(ROOT) + 1 :]))
+    return "needs", _shown(name), advice or REPLACE
+
+
+def _advice_of(error: Exception) -> str:
+    """Returns the second sentence of an error; "" if it has one only."""
+    return str(error).partition(". ")[2]
+
+
+def _root_of(name: str) -> str:
+    return re.split("[.:]", name)[0]
 
 
 def _shown(name: str) -> str:
@@ -337,14 +319,7 @@ def _shown(name: str) -> str:
 
 
 def check(root: str) -> int:
-    """Prints a line for each file that uses TensorFlow, and a summary.
-
-    Args:
-      root: a program, or a folder.
-
-    Returns:
-      The exit code: 0 if all files run, 78 otherwise.
-    """
+    """Prints a line for each file that uses TensorFlow, and a summary; returns the exit code."""
     tree = Tree(Path(root))
     files = tree.files()
     shown = [file for file in files if file.uses_tensorflow or file.is_program]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import functools
 import importlib
 import inspect
 import pkgutil
 import sys
 import types
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from estimator_ext import tpu
 from estimator_ext._tf_estimator import estimator_v1, estimator_v2
 from estimator_ext._tf_estimator._loading import PACKAGES, check_keras, knows_estimator
-from estimator_ext.compat.contrib import add_contrib, import_own_names
+from estimator_ext.compat.contrib.names import add_contrib, import_own_names
 from estimator_ext.compat.finder import Finder
 
 # The compat packages are also attributes of each other.
@@ -89,7 +90,7 @@ def install(contrib: bool = False) -> None:
     check_keras()
     estimator_v1.tpu = tpu
     for package, api in packages.items():
-        estimator = {"_v1": estimator_v1, "_v2": estimator_v2}[api]
+        estimator = estimator_v1 if api == "_v1" else estimator_v2
         modules[package].estimator = estimator
         # for `import tensorflow.estimator`
         sys.modules[f"{package}.estimator"] = estimator
@@ -140,8 +141,9 @@ def restore_python_names() -> None:
 # -- names that have moved --------------------------------------------------------------------
 
 
-def _moved_module(name: str) -> types.ModuleType | None:
-    for old, new in _MOVED.items():
+def moved_module(name: str, moved: Mapping[str, str] = _MOVED) -> types.ModuleType | None:
+    """Returns the module that an old name of a module stands for; None for other names."""
+    for old, new in moved.items():
         if name == old or name.startswith(f"{old}."):
             new_name = new + name[len(old) :]
             try:
@@ -157,18 +159,15 @@ def _add_moved_modules() -> None:
     """Makes old names of modules and attributes work; may be called again."""
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
-    Finder(_moved_module).install()
+    Finder(moved_module).install()
     for module in {name.partition(":")[0] for name in _MOVED_NAMES}:
-        vars(importlib.import_module(module))["__getattr__"] = _lookup(module)
+        lookup = functools.partial(_moved_name, module)
+        vars(importlib.import_module(module))["__getattr__"] = lookup
 
 
-def _lookup(module: str) -> Callable[[str], Any]:
-    """Returns a module-level `__getattr__` that looks names up in their new modules."""
-
-    def getattr_(name: str) -> Any:
-        place = _MOVED_NAMES.get(f"{module}:{name}")
-        if place is None:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return pkgutil.resolve_name(place)
-
-    return getattr_
+def _moved_name(module: str, name: str) -> Any:
+    """Returns what a name of a module is now."""
+    place = _MOVED_NAMES.get(f"{module}:{name}")
+    if place is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return pkgutil.resolve_name(place)

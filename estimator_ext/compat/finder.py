@@ -11,11 +11,7 @@ from typing import Any
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets a function find the modules of some names.
-
-    Args:
-      find: gets the full name of a module; returns the module, or None for other names.
-    """
+    """Lets a function find modules by their full names; it returns None for other names."""
 
     def __init__(self, find: Callable[[str], types.ModuleType | None]) -> None:
         self._find = find

@@ -32,21 +32,13 @@ class When(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Use:
-    """A name that a program reads or imports.
+    """A name that a program reads or imports."""
 
-    Args:
-      names: "module:attribute", as for `pkgutil.resolve_name`. Of several, one must exist.
-      line: number of the line.
-      when: when the name must exist.
-      is_sure: False if it may not be used then, as in a branch or a loop.
-      how: the kind of node: an import, a call, or an expression that reads the name.
-    """
-
-    names: Names
+    names: Names  # "module:attribute", as for `pkgutil.resolve_name`; of several, one must exist
     line: int
-    when: When
-    is_sure: bool
-    how: type[ast.AST]
+    when: When  # it must exist
+    is_sure: bool  # False if it may not be used then, as in a branch or a loop
+    how: type[ast.AST]  # an import, a call, or an expression that reads the name
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext import _tf_estimator
-from estimator_ext._tf_private import add_first_listener, loss_is_scaled
+from estimator_ext._tf_private import listeners_of, loss_is_scaled
 from estimator_ext.checkpoints.file_errors import translate_io_errors
 from estimator_ext.checkpoints.reading import check_shapes, newest
 from estimator_ext.checkpoints.saving import (
@@ -182,7 +182,7 @@ class TrainingGraph:
         self._prepare_savers(states, data, stack)
         if self._is_chief and progress.is_needed:
             for saver in find_savers(self._all_hooks()):
-                add_first_listener(saver, progress.saves)
+                listeners_of(saver).insert(0, progress.saves)
             self._add_training_hooks(progress)  # [K12]
         coordination: list[Any] = []
         if updates is not None or replicas is not None:

@@ -105,7 +105,7 @@ class BatchPosition:
         rank, counter = self._communicator.rank, self._counter
         wanted = 0 if from_start else self._loaded.get("batches", 0)
         if wanted:
-            _log.info("rank %d skips the %s batches that it read before", rank, *_texts(wanted))
+            _log.info("rank %d skips the %s batches that it read before", rank, f"{wanted:,}")
         else:
             _log.info("rank %d counts its batches, to skip them after a restart", rank)
         read, began_s = self._reader(session), time.monotonic()
@@ -117,12 +117,11 @@ class BatchPosition:
             if not left.any():
                 break
             if left[rank]:
-                _log.info(
-                    "rank %d: skipped %s of %s batches", rank, *_texts(counter.count, wanted)
-                )
+                counts = f"{counter.count:,} of {wanted:,}"
+                _log.info("rank %d: skipped %s batches", rank, counts)
         if wanted:
             took_s = time.monotonic() - began_s
-            _log.info("rank %d: skipped %s batches in %.1f s", rank, *_texts(wanted), took_s)
+            _log.info("rank %d: skipped %s batches in %.1f s", rank, f"{wanted:,}", took_s)
             self._check_sample()
 
     def _reader(self, session: tf.compat.v1.Session) -> Callable[[], Any]:
@@ -159,7 +158,3 @@ class BatchPosition:
                 "of shuffle and of random operations",
                 self._communicator.rank,
             )
-
-
-def _texts(*counts: int) -> list[str]:
-    return [f"{count:,}" for count in counts]

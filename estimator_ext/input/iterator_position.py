@@ -26,12 +26,7 @@ _SKIP = "RunConfig(resume_data='skip') resumes deterministic data by reading the
 
 
 class IteratorPosition:
-    """The states of the iterators of a rank.
-
-    Args:
-      more: tensor of the input that reads a batch; False or an OutOfRangeError means that the
-        data have ended.
-    """
+    """The states of the iterators of a rank; see `InputStates` for `more`."""
 
     kind = "state"  # value of `RunConfig.resume_data`
 

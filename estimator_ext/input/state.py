@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import GLOBAL_ITERATORS, add_last_listener, save_path
+from estimator_ext._tf_private import GLOBAL_ITERATORS, listeners_of, save_path
 from estimator_ext.checkpoints import input_state_file
 from estimator_ext.checkpoints.file_errors import remove
 from estimator_ext.checkpoints.input_state_file import SUFFIX, Packed, pack, step_of, unpack
@@ -80,7 +80,7 @@ class InputStates:
     def listen(self, savers: Sequence[tf.compat.v1.train.CheckpointSaverHook]) -> None:
         """Registers listeners that write the states before each checkpoint of this rank."""
         for saver in savers:
-            add_last_listener(saver, _Listener(self, saver))
+            listeners_of(saver).append(_Listener(self, saver))
 
     def begin(self, session: tf.compat.v1.Session, checkpoint: str | None) -> None:
         """Restores the positions of all ranks. Collective: all ranks must call it.

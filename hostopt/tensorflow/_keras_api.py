@@ -24,11 +24,6 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     return hvd.broadcast(value, root_rank, name)
 
 
-def reducescatter(value: Any, name: str | None = None, op: hvd.ReduceOp = hvd.Average) -> Any:
-    """Reduces a value over the ranks, and returns a part of its rows to each rank."""
-    return hvd.reducescatter(value, op=op, name=name)
-
-
 # -- Horovod's functions for TensorFlow, with the order that their parameters have for Keras ----
 
 
@@ -73,6 +68,7 @@ OPTIMIZER = (
 )
 
 allgather = reordered("value name")(hvd.allgather)
+reducescatter = reordered("value name op")(hvd.reducescatter)
 allreduce = reordered("value name average prescale_factor postscale_factor op compression")(
     hvd.allreduce
 )

@@ -59,7 +59,6 @@ def allreduce(
 
     Raises:
       ConfigError: an argument or the dtype is not supported, or `init` was not called.
-      HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope, param_index, num_params
     return grouped_allreduce(

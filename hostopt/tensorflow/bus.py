@@ -21,11 +21,7 @@ v1 = tf.compat.v1
 
 
 def speeds(device: str, copy_bytes: int = _COPY_BYTES) -> dict[str, float]:
-    """Measures copies of a variable from the host to a device, and back.
-
-    Returns:
-      Bytes per second of the median copy, by memory and direction, such as "pinned to".
-    """
+    """Returns bytes per second between host and device, by memory and direction ("pinned to")."""
     measured: dict[str, float] = {}
     for memory in ("pageable", "pinned"):
         config = v1.ConfigProto(device_count={"CPU": 2})

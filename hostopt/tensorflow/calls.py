@@ -121,8 +121,7 @@ def with_gradient(
 ) -> Any:
     """Calls a function as `tf.custom_gradient` does, at less cost if no gradient is wanted.
 
-    Args:
-      gradient: takes the results, and the upstream gradient of each of them.
+    `gradient` takes the results, and the upstream gradient of each of them.
     """
     if tf.executing_eagerly() and not is_recording():
         return function(*tensors)
@@ -195,9 +194,7 @@ def calling(
 ) -> Iterator[ProcessRing]:
     """Tells the other ranks if this one refuses a call, as they would wait for it.
 
-    Args:
-      name: name of the call.
-      process_set, device_dense, device_sparse: arguments of the program, which may be refused.
+    All arguments but the name of the call are those of the program, which may be refused.
     """
     ring = process_ring.current()
     with telling(lambda error: ring.named.refuse(name, error)):
@@ -218,11 +215,9 @@ def telling(refuse: Callable[[ConfigError], None]) -> Iterator[None]:
 
 
 def call_name(kind: str, name: str | None, tensor: Any = None) -> str:
-    """Returns the name by which ranks match a call; calls without a name differ in a graph.
+    """Returns the name by which ranks match a call.
 
-    Args:
-      name: name that the program gives, or None.
-      tensor: in a graph its name is part of the default.
+    In a graph, the name of the tensor is a part of the default, and calls without a name differ.
     """
     if name is not None:
         return numbered(name)

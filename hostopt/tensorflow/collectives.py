@@ -41,16 +41,13 @@ def allgather(
 
     Args:
       tensor: tensor of at least one dimension, the first of which may differ between ranks.
-      name: as for `allreduce`.
-      ignore_name_scope: as for `allreduce`.
-      process_set: must be None or `global_process_set`.
+      name, ignore_name_scope, process_set: as for `allreduce`.
 
     Returns:
       The rows of all ranks, in rank order.
 
     Raises:
       ConfigError: the tensor is a scalar, or an argument is not supported.
-      HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
@@ -82,16 +79,13 @@ def broadcast(
     Args:
       tensor: tensor of any shape and fixed-size dtype, the same shape on all ranks.
       root_rank: rank whose values are sent.
-      name: as for `allreduce`.
-      ignore_name_scope: as for `allreduce`.
-      process_set: must be None or `global_process_set`.
+      name, ignore_name_scope, process_set: as for `allreduce`.
 
     Returns:
       The tensor of rank `root_rank`.
 
     Raises:
       ConfigError: `root_rank` is not a rank, or an argument is not supported.
-      HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
@@ -133,22 +127,17 @@ def reducescatter(
 
     Args:
       tensor: tensor of at least one dimension, the same shape on all ranks.
-      device_dense: must be empty, as reductions run on the host.
+      device_dense: must be empty.
       compression: a compressor of the program converts the tensor. `Compression.fp16` and
         `Compression.bf16` have no effect here: the rows travel unchanged.
       op: SUM or AVERAGE, which is the default.
-      name: as for `allreduce`.
-      process_set: must be None or `global_process_set`.
-      ignore_name_scope: as for `allreduce`.
-      prescale_factor: the tensor is multiplied by it first.
-      postscale_factor: the result is multiplied by it.
+      name, process_set, ignore_name_scope, prescale_factor, postscale_factor: as for `allreduce`.
 
     Returns:
       The rows of this rank. The first ranks get one row more if they cannot be divided evenly.
 
     Raises:
       ConfigError: the tensor is a scalar, or an argument is not supported.
-      HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
@@ -201,9 +190,7 @@ def alltoall(
     Args:
       tensor: tensor of at least one dimension.
       splits: number of rows for each rank; None divides the rows evenly.
-      name: as for `allreduce`.
-      ignore_name_scope: as for `allreduce`.
-      process_set: must be None or `global_process_set`.
+      name, ignore_name_scope, process_set: as for `allreduce`.
 
     Returns:
       The rows that this rank has received, in rank order; with `splits` also their number by
@@ -211,7 +198,6 @@ def alltoall(
 
     Raises:
       ConfigError: the rows cannot be divided like this.
-      HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)

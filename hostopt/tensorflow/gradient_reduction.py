@@ -10,14 +10,13 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from hostopt import process_ring
 from hostopt.by_name.join import Announcement
 from hostopt.by_name.named import NamedCollectives
-from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.wire_format import new_wire_format
 from hostopt.errors import ConfigError
@@ -33,18 +32,13 @@ DEFAULT = "default"
 
 @dataclasses.dataclass(frozen=True)
 class GradientReduction:
-    """Reduces lists of gradients.
+    """Reduces lists of gradients."""
 
-    Args:
-      name: name of the gradients, the same on all ranks; "" until it is known.
-      bucket_mb: size of a bucket in MiB; None for the option `bucket_mb`.
-    """
-
-    name: str
+    name: str  # of the gradients, the same on all ranks; "" until it is known
     op: ReduceOp = ReduceOp.AVERAGE
     compression: Any = Compression.none
     sparse_as_dense: bool = False
-    bucket_mb: float | None = None
+    bucket_mb: float | None = None  # None for the option
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
     nonfinite: str | None = DEFAULT
@@ -139,16 +133,20 @@ class GradientReduction:
         if self.bucket_mb is not None:
             options = dataclasses.replace(options, bucket_mb=self.bucket_mb).with_environment()
         nonfinite = _nonfinite() if self.nonfinite == DEFAULT else self.nonfinite
-        group_options = GroupOptions(
-            wire_format_of(self.compression),
-            options.bucket_bytes,
-            nonfinite,
-            self.op.value,
-            self.prescale_factor,
-            self.postscale_factor,
-        )
+        compression = wire_format_of(self.compression)
+        compared = {
+            "compression": compression,
+            "bucket_bytes": options.bucket_bytes,
+            "nonfinite": nonfinite,
+            # by which each rank divides and multiplies itself
+            "op": self.op.value,
+            "prescale_factor": self.prescale_factor,
+            "postscale_factor": self.postscale_factor,
+        }
         numbers = ring.keep(("groups", self.name), dict)
-        table = describe_group(reductions, group_options)
+        described = describe(reductions).items()
+        table = {name: f"number {i}, {text}" for i, (name, text) in enumerate(described)}
+        table[_OPTIONS] = ", ".join(f"{name}={value}" for name, value in compared.items())
         key = tuple(table.items())
         # operations of one group run once in a step: a second use in a function has another group
         use = count_use((self.name, key))
@@ -156,8 +154,8 @@ class GradientReduction:
         name = self._group_name(number)
 
         def new_group() -> GradientGroup:
-            channel = ring.communicator.duplicate(name)
-            return GradientGroup(channel, group_options, ring.named, table)
+            fields = options.bucket_bytes, nonfinite, new_wire_format(compression)
+            return GradientGroup(ring.named, table, ring.communicator.duplicate(name), *fields)
 
         group: GradientGroup = ring.keep(name, new_group)
         return group
@@ -214,50 +212,25 @@ def _row_shape(gradient: Any, name: str) -> tuple[int, ...]:
 _OPTIONS = "options"
 
 
-class GroupOptions(NamedTuple):
-    """Options of a group of gradients.
-
-    Each rank divides and multiplies by itself, so that the last three are only compared.
-    """
-
-    compression: str | None  # "fp16", "bf16", or None for the option `compression`
-    bucket_bytes: int
-    nonfinite: str | None
-    op: str  # "average" or "sum"
-    prescale_factor: float
-    postscale_factor: float
-
-
 class GradientGroup(Reducers):
     """Sums of dense and sparse gradients over the ranks.
 
     All ranks must run the operations of a group in the same steps.
 
     Args:
-      communicator: channel of this group alone; its name describes the group.
       table: describes the gradients and the options.
+      *fields: of `Reducers`; the communicator is of this group alone, and its name describes it.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        options: GroupOptions,
-        named: NamedCollectives,
-        table: dict[str, str],
-    ) -> None:
-        wire_format = new_wire_format(options.compression)
-        super().__init__(communicator, options.bucket_bytes, options.nonfinite, wire_format)
+    def __init__(self, named: NamedCollectives, table: dict[str, str], *fields: Any) -> None:
+        super().__init__(*fields)
         self._named = named
         self._table = table
         self._is_checked = False
         self._lock = threading.Lock()
 
     def sum(self, reductions: Sequence[Reduction]) -> list[Any]:
-        """Adds the operations that sum gradients; repeated calls are for the same gradients.
-
-        Args:
-          reductions: the gradients, in variable order, the same on all ranks but for the values.
-        """
+        """Adds the operations that sum gradients, the same on all ranks and in repeated calls."""
         results = self.reduce(reductions)
         self._named.joining.replay_with(self.communicator.name, self._take_part)
         return results
@@ -303,13 +276,6 @@ class GradientGroup(Reducers):
         """Ends the reductions, and frees the buffers."""
         for each in self.opened:
             each.close()
-
-
-def describe_group(reductions: Sequence[Reduction], options: GroupOptions) -> dict[str, str]:
-    """Describes the gradients of a group by name, with their order and the options."""
-    described = describe(reductions).items()
-    table = {name: f"number {i}, {text}" for i, (name, text) in enumerate(described)}
-    return {**table, _OPTIONS: ", ".join(f"{k}={v}" for k, v in options._asdict().items())}
 
 
 def _without_model_name(table: dict[str, str]) -> dict[str, str]:

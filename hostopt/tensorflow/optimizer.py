@@ -87,24 +87,18 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
     reducing = reducing_part(optimizer)
     if hasattr(reducing, "_hostopt_reduction"):
         raise ConfigError("the optimizer is a DistributedOptimizer already. Wrap it once")
-    op = choose_op(op, None)
-    prescale, postscale = 1.0, 1.0
-    if gradient_predivide_factor != 1.0:
-        if op is not ReduceOp.AVERAGE:
-            raise ConfigError("gradient_predivide_factor needs op=AVERAGE. Leave one of them out")
-        prescale, postscale = 1 / gradient_predivide_factor, gradient_predivide_factor
-    if average_aggregated_gradients:
-        postscale /= backward_passes_per_step
-    reduction = GradientReduction(
-        name or "", op, compression, sparse_as_dense, bucket_cap_mb, prescale, postscale
-    )
+    op, divisor = choose_op(op, None), gradient_predivide_factor
+    if divisor != 1.0 and op is not ReduceOp.AVERAGE:
+        raise ConfigError("gradient_predivide_factor needs op=AVERAGE. Leave one of them out")
+    steps = backward_passes_per_step if average_aggregated_gradients else 1
+    scales = 1 / divisor, divisor / steps
     # attributes of the class, which clones of the optimizer have, too
-    steps = backward_passes_per_step
-    factor = 1 / steps if average_aggregated_gradients else 1.0
     attributes = {
-        "_hostopt_reduction": reduction,
-        "_hostopt_steps": steps,
-        "_hostopt_local": LocalSources(scale_local_gradients, factor),
+        "_hostopt_reduction": GradientReduction(
+            name or "", op, compression, sparse_as_dense, bucket_cap_mb, *scales
+        ),
+        "_hostopt_steps": backward_passes_per_step,
+        "_hostopt_local": LocalSources(scale_local_gradients, 1 / steps),
         "register_local_var": register_local,
     }
     plain = type(reducing)

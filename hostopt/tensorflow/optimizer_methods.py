@@ -110,10 +110,8 @@ def _unreduced(self: Any, pairs: list[Any], is_told_not_to: bool) -> list[int]:
     """Returns the positions of gradients that have to be reduced.
 
     Averages are the same if they are averaged again. So gradients are left out only if they are
-    made from reduced ones and nothing else, as far as a graph shows it.
-
-    Args:
-      is_told_not_to: True if the program says that they are reduced.
+    made from reduced ones and nothing else, as far as a graph shows it. If the program says that
+    they are reduced, `is_told_not_to` is True.
     """
     left = []
     for i, origin in origins_of(pairs).items():
@@ -248,10 +246,10 @@ def _increment(steps: Any) -> Any:
 
 
 def _accumulate(self: Any, pairs: list[Any], apply: Callable[[Any], Any], steps: Any) -> Any:
-    """Calls the accumulator of an optimizer; `steps` counts the steps, unless it is None."""
+    """Calls the accumulator of an optimizer."""
     new = GradientAccumulator(self._hostopt_steps)
     accumulator: GradientAccumulator = vars(self).setdefault("_hostopt_accumulator", new)
-    return accumulator.add_and_apply(pairs, apply, lambda: _increment(steps))
+    return accumulator.add_and_apply(pairs, apply, steps)
 
 
 # -- loss scaling ----------------------------------------------------------------------------
@@ -291,15 +289,14 @@ class GradientAccumulator:
         self._sums: list[Any] = []
         self._variables: list[Any] = []
 
-    def add_and_apply(
-        self, grads_and_vars: Any, apply: Callable[[Any], Any], count_step: Callable[[], Any]
-    ) -> Any:
+    def add_and_apply(self, grads_and_vars: Any, apply: Callable[[Any], Any], steps: Any) -> Any:
         """Adds gradients, and applies the sums if this is the last step of a group.
 
         Args:
           grads_and_vars: pairs, of the same variables in each call.
           apply: applies pairs of sums and variables.
-          count_step: counts a step in which nothing is applied, as `apply` counts the others.
+          steps: variable that counts a step in which nothing is applied, as `apply` counts the
+            others; None if there is none.
 
         Returns:
           In a graph the operation that does this; None if called eagerly.
@@ -335,7 +332,7 @@ class GradientAccumulator:
                 return tf.constant(True)
 
         def apply_nothing() -> Any:
-            with _after(count_step()):
+            with _after(_increment(steps)):
                 return tf.constant(False)
 
         with tf.control_dependencies([count]):

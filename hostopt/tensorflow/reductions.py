@@ -34,21 +34,14 @@ _SMALL_BYTES = 256 << 10
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A tensor of static shape, or a sparse gradient, that is to be reduced over the ranks.
-
-    Args:
-      op: reduction operator of a tensor; sparse gradients are summed.
-      is_gradient: True if it is scaled by the weight of its rank, and its sum must be finite.
-      row_shape: shape of one row of a sparse gradient.
-      sums_rows: True if rows of a sparse gradient with the same index are summed.
-    """
+    """A tensor of static shape, or a sparse gradient, that is to be reduced over the ranks."""
 
     value: tf.Tensor | tf.IndexedSlices
     name: str
-    op: ReduceOp = ReduceOp.SUM
-    is_gradient: bool = True
-    row_shape: tuple[int, ...] = ()
-    sums_rows: bool = True
+    op: ReduceOp = ReduceOp.SUM  # of a tensor; sparse gradients are summed
+    is_gradient: bool = True  # scaled by the weight of its rank, and its sum must be finite
+    row_shape: tuple[int, ...] = ()  # of a sparse gradient
+    sums_rows: bool = True  # of a sparse gradient that have the same index
 
     @property
     def is_sparse(self) -> bool:
@@ -120,9 +113,9 @@ def reduce_tensors(
     """
     ordered = _in_order_of_rank_0(reductions, communicator)
     reducers = Reducers(
-        communicator, _bucket_bytes(communicator), nonfinite, side_value=side_value
+        communicator, _bucket_bytes(communicator), nonfinite, side_value=side_value, weight=weight
     )
-    results = dict(zip(ordered, reducers.reduce(ordered, _as_list(weight))))
+    results = dict(zip(ordered, reducers.reduce(ordered)))
     return [results[each] for each in reductions], reducers.opened
 
 
@@ -154,13 +147,9 @@ def reduce_in_buckets(
         return _receive_on_host(tensors), None
     gradients = [Reduction(tensor, name) for tensor, name in zip(tensors, names)]
     ordered = _in_order_of_rank_0(gradients, communicator)
-    reducers = Reducers(communicator, _bucket_bytes(communicator))
-    sums = dict(zip(ordered, reducers.reduce_in_buckets(ordered, _as_list(weight), check)))
+    reducers = Reducers(communicator, _bucket_bytes(communicator), weight=weight)
+    sums = dict(zip(ordered, reducers.reduce_in_buckets(ordered, check)))
     return [sums[each] for each in gradients], reducers.buckets
-
-
-def _as_list(weight: tf.Tensor | None) -> list[tf.Tensor]:
-    return [] if weight is None else [weight]
 
 
 def _bucket_bytes(communicator: Communicator) -> int:
@@ -194,43 +183,30 @@ class Reducers:
     """Reducers of tensors, and the operations that call them.
 
     Repeated reductions are of the same tensors, and call the same reducers.
-
-    Args:
-      nonfinite: as for `NonFiniteCheck`.
-      wire_format: format of gradients in buckets; None for that of the option `compression`.
-      side_value: integer that is summed along with the exchange.
-      buckets: reducer of buckets; None before one is needed.
-      exchange: reducer of all other tensors; None before one is needed.
     """
 
     communicator: Communicator
     bucket_bytes: int
-    nonfinite: str | None = None
-    wire_format: WireFormat | None = None
-    side_value: SideValue | None = None
-    buckets: Any = None
-    exchange: Any = None
+    nonfinite: str | None = None  # as for `NonFiniteCheck`
+    wire_format: WireFormat | None = None  # in buckets; None for that of the option `compression`
+    side_value: SideValue | None = None  # summed along with the exchange
+    weight: tf.Tensor | None = None  # float64 scalar that multiplies this rank's gradients
+    buckets: Any = None  # reducer of buckets; None before one is needed
+    exchange: Any = None  # reducer of all other tensors; None before one is needed
 
     @property
     def opened(self) -> list[Any]:
         """The reducers that have been needed."""
         return [each for each in (self.buckets, self.exchange) if each is not None]
 
-    def reduce(
-        self, reductions: Sequence[Reduction], weights: Sequence[tf.Tensor] = ()
-    ) -> list[Any]:
-        """Adds the operations that reduce tensors, which all ranks give in the same order.
-
-        Args:
-          weights: float64 scalar that multiplies this rank's gradients, or nothing for 1.
-        """
+    def reduce(self, reductions: Sequence[Reduction]) -> list[Any]:
+        """Adds the operations that reduce tensors, which all ranks give in the same order."""
         parts = _split(reductions, self.communicator)
         results: dict[Reduction, Any] = {}
         if parts.in_buckets:
-            sums = self.reduce_in_buckets(parts.in_buckets, weights)
-            results.update(zip(parts.in_buckets, sums))
+            results.update(zip(parts.in_buckets, self.reduce_in_buckets(parts.in_buckets)))
         if parts.in_exchange:
-            results.update(self._exchange(parts.in_exchange, weights))
+            results.update(self._exchange(parts.in_exchange))
         for each in parts.separate:
             results[each] = all_reduce(each.value, self.communicator, each.op, each.name)
         return [results[each] for each in reductions]
@@ -273,10 +249,7 @@ class Reducers:
     # -- large gradients in buckets ------------------------------------------------------------
 
     def reduce_in_buckets(
-        self,
-        gradients: Sequence[Reduction],
-        weights: Sequence[tf.Tensor],
-        check: NonFiniteCheck | None = None,
+        self, gradients: Sequence[Reduction], check: NonFiniteCheck | None = None
     ) -> list[tf.Tensor]:
         """Adds the operations that sum dense gradients in buckets."""
         specs = [_static_spec(each.value, each.name) for each in gradients]
@@ -284,13 +257,10 @@ class Reducers:
         if self.buckets is None:
             check = check or NonFiniteCheck(self.communicator, self.nonfinite)
             self.buckets = open_reducer(self.communicator, buckets, check, self.wire_format)
-        return self._bucket_operations([each.value for each in gradients], buckets, weights)
+        return self._bucket_operations([each.value for each in gradients], buckets)
 
     def _bucket_operations(
-        self,
-        tensors: Sequence[tf.Tensor],
-        buckets: Sequence[Bucket],
-        weights: Sequence[tf.Tensor],
+        self, tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]
     ) -> list[tf.Tensor]:
         received = _receive_on_host(tensors)
         reduced: dict[int, tf.Tensor] = {}
@@ -304,44 +274,38 @@ class Reducers:
                     # a session runs no launches whose sums are not fetched, and the first launch
                     # tells the reducer that the step before is over
                     with tf.control_dependencies(first_launch):
-                        launch = self._launch_operation(number, values, weights)
+                        launch = self._launch_operation(number, values)
                     first_launch = first_launch or [launch]
                 # chained, as all ranks must reduce the buckets in the same order
                 with tf.control_dependencies(previous):
-                    results = self._sums_operation(number, values, weights, launch)
+                    results = self._sums_operation(number, values, launch)
                 previous = results[:1]
                 for index, result in zip(bucket.indices, results):
                     result.set_shape(received[index].shape)
                     reduced[index] = result
         return [reduced[index] for index in range(len(received))]
 
-    def _launch_operation(
-        self, number: int, values: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]
-    ) -> tf.Tensor:
+    def _launch_operation(self, number: int, values: Sequence[tf.Tensor]) -> tf.Tensor:
         def launch(*arrays: Array) -> Any:
             self.launch(number, arrays)
             return np.int32(number)
 
         name, channel = f"launch_{number}", self.buckets.communicator
-        call = abort_on_error(channel, _weighted(launch, weights))
+        call = abort_on_error(channel, self._weighted(launch))
         (token,) = in_order(  # [G3] runs when the last gradient of the bucket is received
             _order(channel, name),
             lambda *arrays: [tf.numpy_function(call, arrays, tf.int32, name=name)],
-            [*values, *weights],
+            [*values, *self._weights],
             [tf.int32],
         )
         return token
 
     def _sums_operation(
-        self,
-        number: int,
-        values: Sequence[tf.Tensor],
-        weights: Sequence[tf.Tensor],
-        launch: tf.Tensor | None,
+        self, number: int, values: Sequence[tf.Tensor], launch: tf.Tensor | None
     ) -> list[tf.Tensor]:
         if launch is None:  # [G3] to [G5]
-            name, inputs = f"reduce_{number}", [*values, *weights]
-            call = _weighted(lambda *arrays: self.sum_inline(number, arrays), weights)
+            name, inputs = f"reduce_{number}", [*values, *self._weights]
+            call = self._weighted(lambda *arrays: self.sum_inline(number, arrays))
         else:  # [G5]
             name, inputs, call = f"wait_{number}", [launch], lambda _: self.wait(number)
         channel = self.buckets.communicator
@@ -349,11 +313,24 @@ class Reducers:
         call = abort_on_error(channel, call)
         return call_in_background(call, inputs, dtypes, name, _order(channel, name))
 
+    @property
+    def _weights(self) -> list[tf.Tensor]:
+        return [] if self.weight is None else [self.weight]
+
+    def _weighted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `call`: the last argument is a weight, which multiplies the other arguments."""
+        if self.weight is None:
+            return call
+
+        def call_weighted(*arrays_and_weight: Array) -> Any:
+            *arrays, factor = arrays_and_weight
+            return call(*(times(array, float(factor)) for array in arrays))
+
+        return call_weighted
+
     # -- all other tensors in an exchange ------------------------------------------------------
 
-    def _exchange(
-        self, reductions: Sequence[Reduction], weights: Sequence[tf.Tensor]
-    ) -> dict[Reduction, Any]:
+    def _exchange(self, reductions: Sequence[Reduction]) -> dict[Reduction, Any]:
         arrays = [each for each in reductions if not each.is_sparse]
         slices = [each for each in reductions if each.is_sparse]
         if self.exchange is None:
@@ -369,7 +346,7 @@ class Reducers:
         with tf.device(HOST_DEVICE), tf.name_scope("host_exchange"):
             inputs = [each.value for each in arrays]
             inputs += [part for kind in kinds for part in _join(kind)]
-            outputs = self._exchange_operation(inputs, len(arrays), weights)
+            outputs = self._exchange_operation(inputs, len(arrays))
             results: dict[Reduction, Any] = dict(zip(arrays, outputs))
             for each in arrays:
                 results[each].set_shape(each.value.shape)
@@ -378,10 +355,8 @@ class Reducers:
                 results.update(_split_rows(kind, counts, indices, values))
         return results
 
-    def _exchange_operation(
-        self, inputs: Sequence[tf.Tensor], count: int, weights: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        is_weighted = bool(weights)
+    def _exchange_operation(self, inputs: Sequence[tf.Tensor], count: int) -> list[tf.Tensor]:
+        is_weighted = self.weight is not None
 
         def run(*inputs: Array) -> list[Array]:  # arrays, rows of each kind, and a weight
             weight = float(inputs[-1]) if is_weighted else 1.0
@@ -393,7 +368,7 @@ class Reducers:
         channel = self.exchange.communicator
         return call_in_background(
             abort_on_error(channel, run),
-            [*inputs, *weights],
+            [*inputs, *self._weights],
             [each.dtype for each in inputs],
             name="HostExchange",
             order=f"channel {channel.channel}",
@@ -409,18 +384,6 @@ def _receive_on_host(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 def _order(channel: Communicator, call: str) -> str:
     """Returns the key of the operations that make the same call of a reducer in each step."""
     return f"channel {channel.channel}: {call}"
-
-
-def _weighted(call: Callable[..., Any], weights: Sequence[tf.Tensor]) -> Callable[..., Any]:
-    """Wraps `call`: the last argument is a weight, which multiplies the other arguments."""
-    if not weights:
-        return call
-
-    def call_weighted(*arrays_and_weight: Array) -> Any:
-        *arrays, factor = arrays_and_weight
-        return call(*(times(array, float(factor)) for array in arrays))
-
-    return call_weighted
 
 
 def _join(kind: Sequence[Reduction]) -> Rows:

@@ -171,7 +171,7 @@ def broadcast_object(
     name = name or "object"
     with calling(name, process_set) as ring:
         check_root(root_rank, ring.size)
-        data = encode_or_refuse(obj) if ring.rank == root_rank else b""
+        data = encode(obj) if ring.rank == root_rank else b""
         gathered = ring.named.all_gather_bytes(data, name)
     return _decode(gathered[root_rank], root_rank)
 
@@ -190,7 +190,7 @@ def allgather_object(
     del session
     name = name or "objects"
     with calling(name, process_set) as ring:
-        gathered = ring.named.all_gather_bytes(encode_or_refuse(obj), name)
+        gathered = ring.named.all_gather_bytes(encode(obj), name)
     return [_decode(each, rank) for rank, each in enumerate(gathered)]
 
 
@@ -198,7 +198,7 @@ def _decode(data: bytes, rank: int) -> Any:
     """Returns the object that a rank has sent; if it could not, all ranks raise the same error."""
     try:
         return decode(data)
-    except RefusedError as error:
+    except ConfigError as error:
         who = process_ring.current().communicator.transport.cluster.describe(rank)
         raise ConfigError(f"{who} cannot send its object: {error}", rank=rank) from None
 
@@ -209,16 +209,13 @@ _KINDS = (
     "None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict and numpy "
     "arrays"
 )
+_REFUSED = "refused"  # in the place of a type
 _SEQUENCES: dict[str, type] = {each.__name__: each for each in (list, tuple, set, frozenset)}
 _MAPPINGS: dict[str, type] = {each.__name__: each for each in (dict, collections.OrderedDict)}
 
 
-class RefusedError(Exception):
-    """An object cannot be encoded, on this rank or on the one that was to send it."""
-
-
 def encode(obj: Any) -> bytes:
-    """Encodes an object that is made of the types in `_KINDS`.
+    """Encodes an object that is made of the types in `_KINDS`, or else the reason why it cannot.
 
     Their subclasses are refused, as the type would change on its way.
 
@@ -227,21 +224,19 @@ def encode(obj: Any) -> bytes:
     """
     try:
         return json.dumps(_to_json(obj)).encode()
+    except TypeError as error:
+        reason = str(error)
     except (RecursionError, ValueError) as error:
-        raise RefusedError(f"it cannot be encoded: {error}. Send a flatter one") from error
-
-
-def encode_or_refuse(obj: Any) -> bytes:
-    """Encodes an object, or else the reason why it cannot be, which `decode` raises."""
-    try:
-        return encode(obj)
-    except RefusedError as error:
-        return json.dumps(["refused", str(error)]).encode()
+        reason = f"it cannot be encoded: {error}. Send a flatter one"
+    return json.dumps([_REFUSED, reason]).encode()
 
 
 def decode(data: bytes) -> Any:
-    """Returns the object that was encoded, or raises the RefusedError of `encode`."""
-    return _from_json(json.loads(data))
+    """Returns the object that was encoded; raises a ConfigError with the reason if it was not."""
+    value = json.loads(data)
+    if isinstance(value, list) and value[0] == _REFUSED:
+        raise ConfigError(value[1])
+    return _from_json(value)
 
 
 def _to_json(obj: Any) -> Any:
@@ -259,7 +254,7 @@ def _to_json(obj: Any) -> Any:
         file = io.BytesIO()
         np.save(file, obj, allow_pickle=False)
         return ["array" if is_array else "scalar", base64.b64encode(file.getvalue()).decode()]
-    raise RefusedError(
+    raise TypeError(
         f"it has a part of type {kind.__name__}, wanted {_KINDS}. Convert it, for example to a "
         "dict"
     )
@@ -269,8 +264,6 @@ def _from_json(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     kind, content = value
-    if kind == "refused":
-        raise RefusedError(content)
     if kind == "bytes":
         return base64.b64decode(content)
     if kind in _MAPPINGS:

@@ -1,9 +1,8 @@
 """Every canned estimator, on the data of the census tutorial."""
 
-import argparse
-
 import numpy as np
 import tensorflow as tf
+from arguments import read_arguments
 from wide_deep import make_columns, read_data
 
 v1, estimators = tf.compat.v1, tf.estimator
@@ -53,12 +52,7 @@ def make_estimator(name, model_dir):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model-dir", required=True)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--names", nargs="+", required=True)
-    args = parser.parse_args()
+    args = read_arguments(names={"nargs": "+"})
     features, rich = read_data()
     hours = (features["hours"] / 60).astype(np.float32)
     features["words"] = np.stack([features["job"], features["town"]], 1)

@@ -1,16 +1,12 @@
 """What ELECTRA does: an AdamW of its own, rates by layer, global_step.assign; TensorFlow 1."""
 
-import argparse
 import re
 
 import numpy as np
 import tensorflow as tf
+from arguments import read_arguments
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--model-dir")
-parser.add_argument("--batch-size", type=int)
-parser.add_argument("--steps", type=int)
-args = parser.parse_args()
+args = read_arguments()
 
 
 class AdamWeightDecay(tf.train.Optimizer):

@@ -1,19 +1,15 @@
 """What NVIDIA's BERT does: Horovod's all-reduce within tf.cond, LAMB, several micro-batches."""
 
-import argparse
 import os
 import re
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from arguments import read_arguments
 from horovod.tensorflow.compression import Compression
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--model-dir")
-parser.add_argument("--batch-size", type=int)
-parser.add_argument("--steps", type=int)
-args = parser.parse_args()
+args = read_arguments()
 ACCUMULATED = 2
 
 

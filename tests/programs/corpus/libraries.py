@@ -53,29 +53,6 @@ def gan(way):
     estimator.train(data, max_steps=way.steps)
 
 
-def lattice(way):
-    import tensorflow_lattice as tfl
-
-    columns = [tf.feature_column.numeric_column(name) for name in "ab"]
-    features = [
-        tfl.configs.FeatureConfig("a", lattice_size=3, monotonicity="increasing"),
-        tfl.configs.FeatureConfig("b", pwl_calibration_num_keypoints=5),
-    ]
-
-    def data(repeats=None):
-        x = {"a": X[:, 0], "b": X[:, 1]}
-        return tf.data.Dataset.from_tensor_slices((x, Y)).repeat(repeats).batch(way.batch_size)
-
-    estimator = tfl.estimators.CannedRegressor(
-        tfl.configs.CalibratedLatticeConfig(features),
-        columns,
-        feature_analysis_input_fn=lambda: data(1),
-        config=estimators.RunConfig(way.model_dir),
-        optimizer=tf.keras.optimizers.legacy.Adagrad(0.1),
-    )
-    estimator.train(data, max_steps=way.steps)
-
-
 def adversarial(way):
     import neural_structured_learning as nsl
 

@@ -1,19 +1,13 @@
 """Names of persons and places: fused LSTMs and a CRF, lookup tables, averages; TensorFlow 1."""
 
-import argparse
 import functools
 import pathlib
 
 import numpy as np
 import tensorflow as tf
+from arguments import read_arguments
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--data", type=pathlib.Path)
-parser.add_argument("--model-dir")
-parser.add_argument("--batch-size", type=int)
-parser.add_argument("--steps", type=int)
-parser.add_argument("--averages", action="store_true")
-args = parser.parse_args()
+args = read_arguments(data={"type": pathlib.Path}, averages={"action": "store_true"})
 
 
 def sentences(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -13,9 +14,9 @@ class Program:
       name: unique name.
       source: "package==version" on PyPI, "TensorFlow", or "own" for programs of this project with
         the traits of published ones.
-      licence: licence of the source.
       command: a script of this directory, or "-m" and a module, and its arguments. {model_dir},
         {batch_size}, {steps}, {data}, {examples} and {directory} are replaced.
+      licence: licence of the source.
       models: the models that it trains, which count as programs of their own.
       options: options of `python -m estimator_ext`.
       prepare: commands of Python that write its data to {data}, once for all programs.
@@ -33,8 +34,8 @@ class Program:
 
     name: str
     source: str
-    licence: str
     command: str
+    licence: str = "Apache-2.0"
     models: tuple[str, ...] = ("",)
     options: str = ""
     prepare: tuple[str, ...] = ()
@@ -46,3 +47,9 @@ class Program:
     starts_alike: bool = False
     not_compared: str = ""
     refused: str = ""
+
+
+def driver(name: str, source: str, command: str = "", **fields: Any) -> Program:
+    """Describes a program with the arguments that all drivers of this directory have."""
+    arguments = "--model-dir={model_dir} --batch-size={batch_size} --steps={steps}"
+    return Program(name, source, f"{command or f'{name}.py'} {arguments}", **fields)

@@ -1,16 +1,10 @@
 """What the official ResNet does: a strategy inside the program, epochs of train and evaluate."""
 
-import argparse
-
 import numpy as np
 import tensorflow.compat.v1 as tf
+from arguments import read_arguments
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--model-dir")
-parser.add_argument("--batch-size", type=int)
-parser.add_argument("--steps", type=int)
-parser.add_argument("--num-gpus", type=int, default=0)
-args = parser.parse_args()
+args = read_arguments(num_gpus={"type": int, "default": 0})
 
 
 def get_distribution_strategy(num_gpus):

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from programs.corpus.program import Program
+from programs.corpus.program import Program, driver
 
 DATA = ("{here}/sequence_data.py {data}/sequences",)
-OWN = "--data={data}/sequences --model-dir={model_dir} --batch-size={batch_size} --steps={steps}"
+TAGGER = "lstm_crf.py --data={data}/sequences"
 T2T = "--problem=algorithmic_identity_binary40 --data_dir={data}/t2t"
 
 PROGRAMS = (
-    Program(
-        "lstm_crf",
-        "own, as tf_ner",
-        "Apache-2.0",
-        f"lstm_crf.py {OWN}",
-        options="--v1",
-        prepare=DATA,
-    ),
-    Program(
+    driver("lstm_crf", "own, as tf_ner", TAGGER, options="--v1", prepare=DATA),
+    driver(
         "lstm_crf_averages",
         "own, as tf_ner",
-        "Apache-2.0",
-        f"lstm_crf.py {OWN} --averages",
+        f"{TAGGER} --averages",
         options="--v1",
         prepare=DATA,
     ),
     Program(
         "with_bert_base",
         "bert-base==0.0.9",
-        "MIT",
         "with_bert_base.py -data_dir={data}/sequences -output_dir={model_dir} -clean= "
         "-bert_config_file={data}/sequences/bert.json -vocab_file={data}/sequences/vocab.txt "
         "-init_checkpoint= -max_seq_length=16 -batch_size={batch_size} -dropout_rate=1 "
         "-num_train_epochs={epochs} -learning_rate=0.001",
+        licence="MIT",
         options="--v1",
         prepare=DATA,
         in_cluster=True,
@@ -41,7 +33,6 @@ PROGRAMS = (
     Program(
         "with_xlnet",
         "xlnet-tensorflow==1.1.2",
-        "Apache-2.0",
         "with_xlnet.py --data_dir={data}/sequences --model_dir={model_dir} "
         "--output_dir={data}/records --model_config_path={data}/sequences/xlnet.json "
         "--spiece_model_file={data}/sequences/pieces.model --train_steps={steps} "
@@ -53,18 +44,16 @@ PROGRAMS = (
     Program(
         "opennmt",
         "OpenNMT-tf==1.25.3",
-        "MIT",
         "-m opennmt.bin.main train_and_eval --model={here}/opennmt_model.py --data_dir="
         "{data}/sequences --run_dir={directory} "
         "--config={data}/sequences/translation-{batch_size}.yml",
+        licence="MIT",
         options="--v1",
         prepare=DATA,
     ),
-    Program(
+    driver(
         "electra_ways",
         "own, as ELECTRA",
-        "Apache-2.0",
-        "electra_ways.py --model-dir={model_dir} --batch-size={batch_size} --steps={steps}",
         options="--v1",
         is_global=True,
         in_cluster=True,
@@ -72,7 +61,6 @@ PROGRAMS = (
     Program(
         "tensor2tensor",
         "tensor2tensor==1.15.7",
-        "Apache-2.0",
         "-m tensor2tensor.bin.t2t_trainer --model=transformer --hparams_set=transformer_tiny "
         f"{T2T} --hparams=batch_size=128,num_hidden_layers=1,hidden_size=16,filter_size=16,"
         "num_heads=2,layer_prepostprocess_dropout=0.0,attention_dropout=0.0,relu_dropout=0.0 "
@@ -82,11 +70,5 @@ PROGRAMS = (
         ),
         not_compared="its batches are of sentences of like length, by their number of tokens",
     ),
-    Program(
-        "with_spleeter",
-        "spleeter==2.1.0",
-        "MIT",
-        "with_spleeter.py --model-dir={model_dir} --batch-size={batch_size} --steps={steps}",
-        batch_size=8,
-    ),
+    driver("with_spleeter", "spleeter==2.1.0", licence="MIT", batch_size=8),
 )

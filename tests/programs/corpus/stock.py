@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from programs.corpus.program import Program
-
-ARGUMENTS = "--model-dir={model_dir} --batch-size={batch_size} --steps={steps}"
-SOURCES = {
-    "canned": "TensorFlow",
-    "wide_deep": "TensorFlow",
-    "ways": "own",
-}
+from programs.corpus.program import Program, driver
 
 
 def trains(script: str, *names: str, **fields: Any) -> Program:
     """Describes the programs of a script that has them by name."""
-    command = f"{script}.py {ARGUMENTS} --names {' '.join(names)}"
     name, models = (script, names) if len(names) > 1 else (f"{script}.{names[0]}", ("",))
-    return Program(name, SOURCES[script], "Apache-2.0", command, models, **fields)
+    source = "TensorFlow" if script == "canned" else "own"
+    command = f"{script}.py --names {' '.join(names)}"
+    return driver(name, source, command, models=models, **fields)
 
 
 CANNED = (
@@ -35,28 +29,19 @@ WAYS = (
 
 DIFFERS = "updates it with a value that differs by rank"
 PROGRAMS = (
-    Program(
-        "resnet_ways", "own, as the official ResNet", "Apache-2.0", f"resnet_ways.py {ARGUMENTS}"
-    ),
-    Program(
-        "lamb_ways",
-        "own, as NVIDIA's BERT",
-        "Apache-2.0",
-        f"lamb_ways.py {ARGUMENTS}",
-        options="--v1 --hvd",
-    ),
+    driver("resnet_ways", "own, as the official ResNet"),
+    driver("lamb_ways", "own, as NVIDIA's BERT", options="--v1 --hvd"),
     *(
         Program(
             f"tagger_{optimizer}",
             "own, as tf.contrib.learn's experiments",
-            "Apache-2.0",
             f"contrib_tagger.py {{model_dir}} {{batch_size}} {optimizer}",
             options="--v1",
             batch_size=16,
         )
         for optimizer in ("LazyAdam", "AdamW")
     ),
-    Program("wide_deep", "TensorFlow", "Apache-2.0", f"wide_deep.py {ARGUMENTS}"),
+    driver("wide_deep", "TensorFlow"),
     trains("canned", *CANNED.split()),
     trains("canned", "RNNClassifier"),
     trains("canned", "KMeans", refused=DIFFERS),

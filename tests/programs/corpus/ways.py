@@ -1,12 +1,12 @@
 """What published programs do around a training; each function is a program of its own."""
 
-import argparse
 import json
 import os
 import shutil
 
 import numpy as np
 import tensorflow as tf
+from arguments import read_arguments
 
 v1, estimators = tf.compat.v1, tf.estimator
 ROWS, FEATURES = 256, 6
@@ -308,12 +308,7 @@ def servers(way):
 
 
 def main(programs):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model-dir", required=True)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--names", nargs="+", required=True)
-    args = parser.parse_args()
+    args = read_arguments(names={"nargs": "+"})
     for name in args.names:
         print("WAY", name, flush=True)
         programs[name](Way(f"{args.model_dir}/{name}", args.batch_size, args.steps))

@@ -1,9 +1,8 @@
 """Wide & deep on census-like data, after the tutorial of TensorFlow 1."""
 
-import argparse
-
 import numpy as np
 import tensorflow as tf
+from arguments import read_arguments
 
 ROWS = 512
 JOBS = ["cook", "clerk", "smith", "baker"]
@@ -45,11 +44,7 @@ def make_columns():
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model-dir", required=True)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=20)
-    args = parser.parse_args()
+    args = read_arguments()
     features, labels = read_data()
     wide, deep, raw = make_columns()
     estimator = tf.estimator.DNNLinearCombinedClassifier(

@@ -1,10 +1,9 @@
 """AdaNet's AutoEnsembleEstimator: it learns to ensemble a linear model and a neural network."""
 
-import argparse
-
 import adanet
 import numpy as np
 import tensorflow as tf
+from arguments import read_arguments
 
 ROWS = 256
 
@@ -42,11 +41,7 @@ def make_estimator(model_dir, iteration_steps):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model-dir", required=True)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=20)
-    args = parser.parse_args()
+    args = read_arguments()
     features, labels = read_data()
 
     def train_input_fn():

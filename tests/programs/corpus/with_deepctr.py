@@ -1,11 +1,11 @@
 """Click prediction with all estimators of DeepCTR, as in its documentation."""
 
-import argparse
 import os
 
 import numpy as np
 import pandas as pd
 import tensorflow as tf
+from arguments import read_arguments
 from deepctr import estimator as models
 from deepctr.estimator.inputs import input_fn_pandas
 from tensorflow.python.ops.parsing_ops import FixedLenFeature
@@ -51,18 +51,12 @@ def make_estimator(name, config):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model-dir", required=True)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--names", nargs="*")
-    args = parser.parse_args()
+    args = read_arguments(names={"nargs": "+"})
     data, features = read_data(), [*SPARSE, *DENSE]
     shapes = {name: FixedLenFeature([1], tf.int64) for name in SPARSE}
     shapes.update({name: FixedLenFeature([1], tf.float32) for name in DENSE})
     serving = tf.estimator.export.build_parsing_serving_input_receiver_fn(shapes)
-    names = [name for name in dir(models) if name.endswith("Estimator")]
-    for name in args.names or names:
+    for name in args.names:
         model_dir = os.path.join(args.model_dir, name)
         estimator = make_estimator(name, tf.estimator.RunConfig(model_dir, tf_random_seed=1024))
         train = input_fn_pandas(data, features, "click", args.batch_size, num_epochs=None)

@@ -1,10 +1,9 @@
 """Learning to rank with TF-Ranking's groupwise scoring functions, after its tutorial."""
 
-import argparse
-
 import numpy as np
 import tensorflow as tf
 import tensorflow_ranking as tfr
+from arguments import read_arguments
 
 QUERIES, DOCUMENTS, FEATURES = 256, 6, 10
 
@@ -63,11 +62,7 @@ def make_estimator(model_dir):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model-dir", required=True)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=20)
-    args = parser.parse_args()
+    args = read_arguments()
     features, labels = read_data()
 
     def train_input_fn():

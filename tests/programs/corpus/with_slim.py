@@ -1,10 +1,9 @@
 """A model_fn of tf-slim: layers with batch norm, create_train_op, averages, a Scaffold."""
 
-import argparse
-
 import numpy as np
 import tensorflow as tf
 import tf_slim as slim
+from arguments import read_arguments
 
 # Eight patterns repeat with different labels, so that batches of all sizes have the same
 # statistics.
@@ -60,11 +59,7 @@ def model_fn(features, labels, mode):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model-dir", required=True)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=20)
-    args = parser.parse_args()
+    args = read_arguments()
     features, labels = read_data()
 
     def train_input_fn():

@@ -1,16 +1,11 @@
 """The model_fn of Spleeter, on random spectrograms."""
 
-import argparse
-
 import numpy as np
 import tensorflow as tf
+from arguments import read_arguments
 from spleeter.model import model_fn
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--model-dir")
-parser.add_argument("--batch-size", type=int)
-parser.add_argument("--steps", type=int)
-args = parser.parse_args()
+args = read_arguments()
 
 PARAMS = {
     "mix_name": "mix",

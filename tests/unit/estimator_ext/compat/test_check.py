@@ -12,6 +12,11 @@ from estimator_ext.compat.compat import install
 TF = "import tensorflow as tf\n"
 DEF = "def f(x):\n  return "
 REPLACE = "Replace it in the program, or remove the code that needs it"
+HVD = "import horovod.tensorflow as hvd\n"
+WITH_HVD = "Then run it with --hvd"
+ELASTIC = "Save checkpoints, and start the program with `hostopt run --max-restarts`. " + WITH_HVD
+LINE_1 = f"(line 1): {ELASTIC}"
+CALLBACK = f"horovod.tensorflow.keras.callbacks.Callback (line 2): {REPLACE}. {WITH_HVD}"
 MAIN = '\nif __name__ == "__main__":\n  f(1)\n'
 
 
@@ -45,8 +50,13 @@ def said(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], int
         ),
         (TF + "import numpy as np\nnp.int_\nnp.none", f"needs numpy.none (line 4): {REPLACE}"),
         (TF + "import no_such.x", "needs the package no_such (line 2): Install it"),
-        (TF + "import horovod.tensorflow as hvd\nhvd.init()", "runs with --hvd"),
+        (HVD + "hvd.init()", "runs with --hvd"),
         (TF + "from horovod.tensorflow.mpi_ops import rank", "runs with --hvd"),
+        (HVD + "hvd.Compression.fp16\nhvd.mpi_ops.rank()", "runs with --hvd"),
+        ("import horovod.tensorflow.keras as hvd\nhvd.callbacks.Callback", f"needs {CALLBACK}"),
+        (HVD + "hvd.elastic.run(f)", f"needs horovod.tensorflow.elastic (line 2): {ELASTIC}"),
+        ("from horovod.tensorflow import elastic", f"needs horovod.tensorflow.elastic {LINE_1}"),
+        ("from horovod import torch", f"needs horovod.torch (line 1): {REPLACE}. {WITH_HVD}"),
         (TF + "tf.distribute.MirroredStrategy()", "runs"),
         (TF + "P(use_tpu=True)", "needs use_tpu=False (line 2): There is no TPU. Pass False"),
         # if they exist

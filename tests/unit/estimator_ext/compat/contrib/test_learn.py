@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import estimator_v1 as estimators
-from estimator_ext.compat import learn, predictor
+from estimator_ext.compat.contrib import learn, predictor
 
 v1 = tf.compat.v1
 
@@ -40,12 +40,12 @@ def serving_input_fn() -> Any:
     return learn.InputFnOps({"x": x}, None, {"x": x})
 
 
-def experiment_fn(run_config: Any, hparams: int) -> learn.Experiment:
+def experiment_fn(config: Any, steps: int) -> learn.Experiment:
     return learn.Experiment(
-        estimators.Estimator(model_fn, config=run_config),
+        estimators.Estimator(model_fn, config=config),
         input_fn,
         eval_input_fn=input_fn,
-        train_steps=hparams,
+        train_steps=steps,
         eval_steps=1,
         eval_delay_secs=0,
         min_eval_frequency=1,
@@ -77,7 +77,7 @@ def test_an_experiment_trains_evaluates_and_exports(tmp_path: Path) -> None:
 
 
 def test_a_schedule_is_a_method_of_the_experiment(tmp_path: Path) -> None:
-    def of_directory(output_dir: str) -> learn.Experiment:
+    def of_directory(*, output_dir: str) -> learn.Experiment:
         return experiment_fn(learn.RunConfig(model_dir=output_dir), 4)
 
     learn.run(of_directory, str(tmp_path), "train")
@@ -89,6 +89,8 @@ def test_a_schedule_is_a_method_of_the_experiment(tmp_path: Path) -> None:
 def test_what_cannot_work_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(hostopt.ConfigError, match="return eval_metric_ops"):
         learn.Experiment(None, input_fn, input_fn, eval_metrics={"accuracy": None})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'train_hooks'"):
+        learn.Experiment(None, input_fn, input_fn, train_hooks=[])  # type: ignore[call-arg]
     estimator = estimators.Estimator(model_fn, str(tmp_path))
     with pytest.raises(ValueError, match=r"has no checkpoint in .* Train it first"):
         predictor.from_estimator(estimator, serving_input_fn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from estimator_ext.compat.hparams import HParams
+from estimator_ext.compat.contrib.hparams import HParams
 
 
 def params() -> HParams:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from estimator_ext.compat import rnn
+from estimator_ext.compat.contrib import rnn
 
 v1 = tf.compat.v1
 TIME, BATCH, DEPTH, UNITS = 5, 3, 2, 4

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import estimator_ext
 from estimator_ext.__main__ import _refusal
-from estimator_ext.compat import contrib
+from estimator_ext.compat.contrib import names
 from estimator_ext.errors import UnsupportedError
 
 estimator_ext.install(contrib=True)
@@ -106,21 +106,21 @@ def test_a_program_can_ask_for_a_name_before_it_uses_it() -> None:
 def test_a_name_of_a_missing_package_is_refused_with_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contrib, "_PACKAGES", {"no_such_package": "Run pip install it"})
-    sources = {**contrib._SOURCES, "ffmpeg": ("no_such_package:",)}
-    monkeypatch.setattr(contrib, "_SOURCES", sources)
+    monkeypatch.setattr(names, "_PACKAGES", {"no_such_package": "Run pip install it"})
+    sources = {**names._SOURCES, "ffmpeg": ("no_such_package:",)}
+    monkeypatch.setattr(names, "_SOURCES", sources)
     with pytest.raises(UnsupportedError, match=r"contrib.ffmpeg.x, .* Run pip install it"):
         of_contrib("ffmpeg.x")
 
 
 def test_every_source_can_be_imported() -> None:
-    for sources in contrib._SOURCES.values():
+    for sources in names._SOURCES.values():
         for source in sources:
             try:
                 pkgutil.resolve_name(source)
             except ModuleNotFoundError as error:
-                assert error.name in contrib._PACKAGES
-    for place in contrib._NAMES.values():
+                assert error.name in names._PACKAGES
+    for place in names._NAMES.values():
         pkgutil.resolve_name(place)
 
 
@@ -137,10 +137,10 @@ def test_datasets() -> None:
 def test_tables() -> None:
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         table = tf.contrib.lookup.index_table_from_tensor(mapping=["a", "b"], num_oov_buckets=1)
-        names = tf.contrib.lookup.index_to_string_table_from_tensor(mapping=["a", "b"])
+        words = tf.contrib.lookup.index_to_string_table_from_tensor(mapping=["a", "b"])
         session.run(tf.compat.v1.tables_initializer())
         assert session.run(table.lookup(tf.constant(["b", "x"]))).tolist() == [1, 2]
-        assert session.run(names.lookup(tf.constant([0, 7], tf.int64))).tolist() == [b"a", b"UNK"]
+        assert session.run(words.lookup(tf.constant([0, 7], tf.int64))).tolist() == [b"a", b"UNK"]
 
 
 def test_tile_batch() -> None:

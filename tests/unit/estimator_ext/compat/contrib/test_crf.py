@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from estimator_ext.compat import crf
+from estimator_ext.compat.contrib import crf
 
 TAGS = 3
 LENGTHS = [4, 2, 1, 0]

@@ -13,11 +13,7 @@ _ASSIGNMENT = re.compile(r"\s*(\w+)\s*=\s*(\[[^\]]*\]|[^,\[\]]*)\s*(?:,|$)")
 
 
 class HParams:
-    """Hyperparameters as attributes.
-
-    Args:
-      **values: the hyperparameters with their defaults. Later values must have the same types.
-    """
+    """Hyperparameters as attributes. Later values must have the types of the first ones."""
 
     def __init__(self, **values: Any) -> None:
         self._names: list[str] = []
@@ -76,11 +72,11 @@ class HParams:
     def _parse_value(self, name: str, text: str) -> Any:
         """Returns the value in a text, with the type of the current value."""
         default = getattr(self, name, None)
-        if text.startswith("["):
-            words = [word.strip() for word in text[1:-1].split(",")] if text[1:-1].strip() else []
-            example = default[0] if isinstance(default, list) and default else None
-            return [_value(word, example) for word in words]
-        return _value(text, default)
+        if not text.startswith("["):
+            return _value(text, default)
+        example = default[0] if isinstance(default, list) and default else None
+        words = text[1:-1].split(",") if text[1:-1].strip() else []
+        return [_value(word.strip(), example) for word in words]
 
     def to_json(self, **options: Any) -> str:
         """Returns all hyperparameters as JSON."""

@@ -18,8 +18,7 @@ def crf_log_likelihood(
 ) -> tuple[tf.Tensor, Any]:
     """Returns the log-likelihood of each sequence of tags, and the transition parameters.
 
-    Args:
-      transition_params: None for a new variable "transitions".
+    The parameters are a new variable "transitions" if they are not given.
     """
     if transition_params is None:
         tags = tf.convert_to_tensor(inputs).shape[2]
@@ -100,12 +99,7 @@ def crf_decode(
 
 
 def viterbi_decode(score: Any, transition_params: Any) -> tuple[list[int], Any]:
-    """Returns the best tags of one sequence, and their score.
-
-    Args:
-      score: array [time, tags].
-      transition_params: array [tags, tags].
-    """
+    """Returns the best tags for the scores [time, tags] of one sequence, and their score."""
     best, pointers = np.asarray(score)[0], []
     for scores in np.asarray(score)[1:]:
         paths = best[:, None] + transition_params

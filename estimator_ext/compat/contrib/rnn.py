@@ -46,13 +46,7 @@ class _BlockLSTM:
         self.built = True
 
     def _run(self, inputs: Any, state: Any, steps: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the states c and h after each step.
-
-        Args:
-          inputs: [time, batch, depth].
-          state: c and h before the first step.
-          steps: number of steps that are computed.
-        """
+        """Returns the states c and h after each step, for inputs [time, batch, depth]."""
         weights = {name: tf.convert_to_tensor(each) for name, each in self._weights.items()}
         result = tf.raw_ops.BlockLSTM(
             seq_len_max=tf.cast(steps, tf.int64),

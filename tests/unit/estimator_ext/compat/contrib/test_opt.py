@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from estimator_ext.compat import opt
+from estimator_ext.compat.contrib import opt
 
 v1 = tf.compat.v1
 STEPS = 3

@@ -43,14 +43,10 @@ class RunConfig(_tf_estimator.RunConfig):
 class Experiment:
     """An estimator with its data, and the schedules that `run` chooses from.
 
-    Args:
-      estimator: a `tf.estimator.Estimator`.
-      **options: train_monitors (hooks), saving_listeners, eval_hooks, eval_delay_secs,
-        continuous_eval_throttle_secs and export_strategies (exporters). Others have no effect, as
-        each new checkpoint is evaluated.
-
-    Raises:
-      hostopt.ConfigError: there are eval_metrics.
+    Each new checkpoint is evaluated, whatever `local_eval_frequency`, `min_eval_frequency`,
+    `train_steps_per_iteration` and `checkpoint_and_export` are. No rank waits for others to begin,
+    whatever `delay_workers_by_global_step` is.
+    The monitors are hooks, and the export strategies are exporters. There must be no eval_metrics.
     """
 
     def __init__(
@@ -61,7 +57,17 @@ class Experiment:
         eval_metrics: object = None,
         train_steps: int | None = None,
         eval_steps: int | None = 100,
-        **options: Any,
+        train_monitors: Any = None,
+        eval_hooks: Any = None,
+        local_eval_frequency: int | None = None,
+        eval_delay_secs: float = 120,
+        continuous_eval_throttle_secs: float = 60,
+        min_eval_frequency: int | None = None,
+        delay_workers_by_global_step: bool = False,
+        export_strategies: Any = None,
+        train_steps_per_iteration: int | None = None,
+        checkpoint_and_export: bool = False,
+        saving_listeners: Any = None,
     ) -> None:
         if eval_metrics is not None:
             raise hostopt.ConfigError(
@@ -70,18 +76,15 @@ class Experiment:
             )
         self.estimator, self.train_steps, self.eval_steps = estimator, train_steps, eval_steps
         self._train_spec = estimator_v1.TrainSpec(
-            train_input_fn,
-            max_steps=train_steps,
-            hooks=options.get("train_monitors"),
-            saving_listeners=options.get("saving_listeners"),
+            train_input_fn, train_steps, train_monitors, saving_listeners
         )
         self._eval_spec = estimator_v1.EvalSpec(
             eval_input_fn,
             eval_steps,
-            hooks=options.get("eval_hooks"),
-            exporters=options.get("export_strategies"),
-            start_delay_secs=options.get("eval_delay_secs", 120),
-            throttle_secs=options.get("continuous_eval_throttle_secs", 60),
+            hooks=eval_hooks,
+            exporters=export_strategies,
+            start_delay_secs=eval_delay_secs,
+            throttle_secs=continuous_eval_throttle_secs,
         )
 
     def train(self, delay_secs: float | None = None) -> Any:
@@ -113,13 +116,14 @@ def run(
     """Runs an experiment.
 
     Args:
-      experiment_fn: returns it; gets `run_config` and `hparams`, or else `output_dir`.
+      experiment_fn: returns it for `run_config` and `hparams`, by position, or else for
+        `output_dir`, by name, as in TensorFlow 1.
       schedule: name of a method of the experiment; None for `train_and_evaluate`.
     """
     if run_config is None:
-        experiment = experiment_fn(output_dir)
+        experiment = experiment_fn(output_dir=output_dir)
     else:
-        experiment = experiment_fn(run_config=run_config, hparams=hparams)
+        experiment = experiment_fn(run_config, hparams)
     return getattr(experiment, schedule or "train_and_evaluate")()
 
 

@@ -11,10 +11,7 @@ import tensorflow.compat.v2 as tf
 class Predictor:
     """A function from a dict of inputs to a dict of outputs, with a session of its own.
 
-    Args:
-      session: a session, whose graph has the tensors.
-      feed_tensors: inputs, or their names, by names of the dict.
-      fetch_tensors: outputs, in the same way.
+    The graph of the session has the tensors, which may be given by their names.
     """
 
     def __init__(
@@ -45,10 +42,7 @@ def from_saved_model(
 ) -> Predictor:
     """Returns a function that predicts with a signature of a SavedModel.
 
-    Args:
-      tags: tags of the model, separated by commas.
-      graph: an empty graph; None for a new one.
-      config: a `tf.compat.v1.ConfigProto`.
+    `tags` are separated by commas. A graph must be empty.
     """
     session = tf.compat.v1.Session(graph=graph or tf.Graph(), config=config)
     with session.graph.as_default():
@@ -66,11 +60,8 @@ def from_estimator(
 ) -> Predictor:
     """Returns a function that predicts with the newest checkpoint of an estimator.
 
-    Args:
-      output_key: name of the export output; None for "serving_default", or for the predictions of
-        a model_fn without it.
-      graph: an empty graph; None for a new one.
-      config: a `tf.compat.v1.ConfigProto`.
+    The default of `output_key`, the name of an export output, is "serving_default", or the
+    predictions of a model_fn without it. A graph must be empty.
     """
     checkpoint = estimator.latest_checkpoint()
     if checkpoint is None:

@@ -19,30 +19,35 @@ from estimator_ext.compat.finder import Finder
 from estimator_ext.errors import UnsupportedError
 
 ROOT = "tensorflow.contrib"
-_TF, _V1, _OWN = "tensorflow.python", "tensorflow.compat.v1", "estimator_ext.compat"
+_TF, _V1, _OWN = "tensorflow.python", "tensorflow.compat.v1", "estimator_ext.compat.contrib"
+_FUNCTIONS = f"{_OWN}.functions:"
 
 # For each module of tf.contrib, where its names are today: a module, a colon, and an attribute of
 # it that has them. The first one that has a name is used, and imported only then. So modules of
 # _OWN import tensorflow.compat.v2: with --v1, `tensorflow` is the API of TensorFlow 1 by then.
 _SOURCES: dict[str, tuple[str, ...]] = {
-    "autograph": (f"{_V1}:autograph",),
+    # modules that contain others only
+    "compiler": (),
+    "tensorboard": (),
+    # other names of the module around them
+    **dict.fromkeys([f"learn.{name}" for name in ("estimators", "monitors", "utils")], ()),
+    **dict.fromkeys(
+        ["learn.learn_runner", "predictor.predictor_factories", "summary.summary"], ()
+    ),
+    # of the same name today
+    **{name: (f"{_V1}:{name}",) for name in ("autograph", "feature_column", "image", "keras")},
+    **{name: (f"{_V1}:{name}",) for name in ("linalg", "lite", "nn", "saved_model", "signal")},
+    # of this package
+    **{name: (f"{_OWN}.{name}:",) for name in ("crf", "learn", "opt", "predictor")},
     "checkpoint": (f"{_V1}:train", f"{_TF}.trackable.data_structures:"),
     "cluster_resolver": (f"{_V1}:distribute.cluster_resolver",),
-    "compiler": (),
     "compiler.jit": (f"{_TF}.compiler.xla.jit:",),
     "compiler.xla": (f"{_V1}:xla.experimental",),
-    "crf": (f"{_OWN}.crf:",),
-    "data": (f"{_V1}:data.experimental", f"{_V1}:data", f"{_OWN}.contrib_names:"),
+    "data": (f"{_V1}:data.experimental", f"{_V1}:data", _FUNCTIONS),
     "distribute": (f"{_V1}:distribute", f"{_V1}:distribute.experimental"),
     "distributions": ("tensorflow_probability:distributions", f"{_V1}:distributions"),
-    "eager": (
-        f"{_OWN}.contrib_names:",
-        f"{_V1}:",
-        f"{_TF}.eager.context:",
-        f"{_TF}.eager.backprop:",
-    ),
+    "eager": (_FUNCTIONS, f"{_V1}:", f"{_TF}.eager.context:", f"{_TF}.eager.backprop:"),
     "estimator": (f"{_V1}:estimator.experimental", f"{_V1}:estimator"),
-    "feature_column": (f"{_V1}:feature_column",),
     "framework": (
         "tf_slim.ops.arg_scope:",
         "tf_slim.ops.variables:",
@@ -54,42 +59,25 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     ),
     "gan": ("tensorflow_gan:",),
     "hooks": (f"{_V1}:train",),
-    "image": (f"{_V1}:image",),
-    "keras": (f"{_V1}:keras",),
     "layers": ("tf_slim.layers:", "tf_slim:"),
-    "learn": (f"{_OWN}.learn:",),
-    "learn.estimators": (),
-    "learn.learn_runner": (),
-    "learn.monitors": (),
-    "learn.utils": (),
-    "linalg": (f"{_V1}:linalg",),
-    "lite": (f"{_V1}:lite",),
-    "lookup": (f"{_OWN}.contrib_names:", f"{_V1}:lookup", f"{_TF}.ops.lookup_ops:"),
+    "lookup": (_FUNCTIONS, f"{_V1}:lookup", f"{_TF}.ops.lookup_ops:"),
     "losses": ("tf_slim.losses:",),
     "losses.metric_learning": ("tf_slim.losses:metric_learning",),
     "metrics": ("tf_slim.metrics:", f"{_V1}:math"),
-    "nn": (f"{_V1}:nn",),
-    "opt": (f"{_OWN}.opt:",),
-    "predictor": (f"{_OWN}.predictor:",),
-    "predictor.predictor_factories": (),
     "proto": (f"{_V1}:io",),
     "rnn": (f"{_OWN}.rnn:", f"{_V1}:nn.rnn_cell", f"{_V1}:nn"),
-    "saved_model": (f"{_V1}:saved_model",),
-    "seq2seq": (f"{_OWN}.contrib_names:",),
-    "signal": (f"{_V1}:signal",),
+    "seq2seq": (_FUNCTIONS,),
     "slim": ("tf_slim:",),
     "slim.nets": ("tf_slim.nets:",),
     "slim.python.slim.data": ("tf_slim.data:",),
     "slim.python.slim.nets": ("tf_slim.nets:",),
     "stateless": (f"{_TF}.ops.stateless_random_ops:",),
     "summary": (f"{_TF}.ops.summary_ops_v2:",),
-    "summary.summary": (),
-    "tensorboard": (),
     "tensorboard.plugins": ("tensorboard.plugins:",),
     "tensorboard.plugins.projector": ("tensorboard.plugins.projector:",),
     "tpu": ("estimator_ext.tpu:", f"{_V1}:tpu", f"{_TF}.tpu.tpu_function:"),
     "training": (
-        "estimator_ext.compat.hparams:",
+        f"{_OWN}.hparams:",
         "tf_slim.training.training:",
         "tf_slim.training.evaluation:",
         f"{_V1}:train",
