@@ -135,10 +135,23 @@ _BACKLOG = 8  # connections that are accepted at once
 @contextlib.contextmanager
 def answering(listener: socket.socket, answer: Callable[[], bytes]) -> Iterator[None]:
     """Scope in which a thread answers each GET request; closes the bound `listener` at its end."""
+    callers: list[asyncio.StreamWriter] = []  # the oldest first
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        callers.append(writer)
+        for oldest in callers[:-MOST_CONNECTIONS]:
+            oldest.transport.abort()
+        try:
+            await asyncio.wait_for(_answer(reader, writer, answer), CONNECTION_S)
+        except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+            pass  # the caller has left, or takes too much
+        finally:
+            callers.remove(writer)
+            writer.transport.abort()
+
     loop = asyncio.new_event_loop()
-    callers = _Callers(answer)
     server = loop.run_until_complete(
-        asyncio.start_server(callers.serve, sock=listener, limit=REQUEST_BYTES, backlog=_BACKLOG)
+        asyncio.start_server(serve, sock=listener, limit=REQUEST_BYTES, backlog=_BACKLOG)
     )
     thread = threading.Thread(target=loop.run_forever, daemon=True, name="hostopt-metrics")
     thread.start()
@@ -159,42 +172,19 @@ async def _end_all() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Callers:
-    """The connections, of which each brings one request."""
-
-    def __init__(self, answer: Callable[[], bytes]) -> None:
-        self._answer = answer
-        self._tasks: list[asyncio.Task[None]] = []  # the oldest first
-
-    def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers a new caller; ends the oldest ones if there are too many."""
-        task = asyncio.ensure_future(self._serve(reader, writer))
-        self._tasks.append(task)
-        task.add_done_callback(self._tasks.remove)
-        for oldest in self._tasks[:-MOST_CONNECTIONS]:
-            oldest.cancel()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await asyncio.wait_for(self._answer_one(reader, writer), CONNECTION_S)
-        except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
-            pass  # the caller has left, or takes too much
-        finally:
-            writer.transport.abort()
-
-    async def _answer_one(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        request = await reader.readuntil(b"\r\n\r\n")
-        status, body = "405 Method Not Allowed", b""
-        if request.startswith(b"GET "):
-            status, body = "200 OK", self._answer()
-        head = (
-            f"HTTP/1.1 {status}",
-            f"Content-Type: {_CONTENT_TYPE}",
-            f"Content-Length: {len(body)}",
-            "Connection: close",
-        )
-        writer.write("".join(f"{line}\r\n" for line in (*head, "")).encode() + body)
-        writer.close()
-        await writer.wait_closed()
+async def _answer(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Callable[[], bytes]
+) -> None:
+    request = await reader.readuntil(b"\r\n\r\n")
+    status, body = "405 Method Not Allowed", b""
+    if request.startswith(b"GET "):
+        status, body = "200 OK", answer()
+    head = (
+        f"HTTP/1.1 {status}",
+        f"Content-Type: {_CONTENT_TYPE}",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    )
+    writer.write("".join(f"{line}\r\n" for line in (*head, "")).encode() + body)
+    writer.close()
+    await writer.wait_closed()

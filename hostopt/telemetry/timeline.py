@@ -18,7 +18,6 @@ from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
 from hostopt.process import descriptors
 from hostopt.process.child_process import call_at_exit, cancel_at_exit
-from hostopt.telemetry.flight_recorder import MessageTag
 
 _log = logging.getLogger(__name__)
 
@@ -121,15 +120,12 @@ class Timeline:
         return span
 
     def message(
-        self,
-        track: Track,
-        tag: MessageTag,
-        name: str,
-        begin_s: float,
-        end_s: float,
-        payload_bytes: int,
+        self, track: Track, tag: Any, name: str, begin_s: float, end_s: float, payload_bytes: int
     ) -> None:
-        """Records a message; a thread's messages of one round of a call become one span."""
+        """Records a message; a thread's messages of one round of a call become one span.
+
+        The tag is a `Tag` of `hostopt.transport.message`.
+        """
         key = track, tag.channel, threading.get_ident()
         round_ = (tag.step, tag.bucket, tag.round)
         last_round, span = self._growing.get(key, (None, None))
