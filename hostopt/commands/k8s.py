@@ -20,9 +20,9 @@ from hostopt.commands.arguments import (
     MAX_TIMES,
     add_command,
     add_count,
+    add_number,
     add_size,
     command_of,
-    number,
 )
 from hostopt.launch import restarts
 from hostopt.options import SIZE
@@ -48,14 +48,11 @@ def add(commands: Any) -> None:
         "--name", type=_name, default="hostopt", help="name of the objects (default: hostopt)"
     )
     add_count(parser, "--evaluators", "number of evaluators")
-    parser.add_argument(
-        "--max-restarts",
-        type=number(0, MAX_TIMES),
-        default=5,
-        metavar="R",
-        help="restarts for each pod, of all pods together, after failures that may be temporary; "
-        "not limited in a TFJob (default: 5)",
+    meaning = (
+        "restarts for each pod, of all pods together, after failures that may be temporary; "
+        "not limited in a TFJob"
     )
+    add_number(parser, "--max-restarts", "R", 0, MAX_TIMES, meaning, default=5)
     parser.add_argument(
         "--limit",
         type=_pair("="),

@@ -15,9 +15,9 @@ from hostopt.commands.arguments import (
     USAGE_ERROR,
     add_command,
     add_count,
+    add_number,
     add_size,
     command_of,
-    number,
 )
 from hostopt.errors import ConfigError
 from hostopt.launch import output
@@ -52,19 +52,10 @@ def add(commands: Any) -> None:
     add_count(run, "--evaluators", "number of evaluators")
     meaning = "number of processes that prepare the data of all ranks, instead of each its own"
     add_count(run, "--data-workers", meaning)
-    run.add_argument(
-        "--max-restarts",
-        type=number(0, MAX_TIMES),
-        default=0,
-        metavar="R",
-        help="restart the ranks up to R times after a failure that may be temporary (default: 0)",
-    )
-    run.add_argument(
-        "--min-np",
-        type=number(1, MAX_TASKS),
-        metavar="M",
-        help="restart without ranks that fail twice in a row, with at least M ranks (default: N)",
-    )
+    meaning = "restart the ranks up to R times after a failure that may be temporary"
+    add_number(run, "--max-restarts", "R", 0, MAX_TIMES, meaning, default=0)
+    meaning = "restart without ranks that fail twice in a row, with at least M ranks (default: N)"
+    add_number(run, "--min-np", "M", 1, MAX_TASKS, meaning)
     run.add_argument(
         "--restore-previous",
         action="store_true",
@@ -89,13 +80,11 @@ def add(commands: Any) -> None:
     run.add_argument(
         "--verbose", action="store_true", help="show all output, and no line of progress"
     )
-    run.add_argument(
-        "--metrics-port",
-        type=number(0, MAX_PORT),
-        metavar="PORT",
-        help="loopback port at which Prometheus can read metrics of the run, 0 for any free one; "
-        "needs pip install 'hostopt[metrics]' (default: none)",
+    meaning = (
+        "loopback port at which Prometheus can read metrics of the run, 0 for any free one; "
+        "needs pip install 'hostopt[metrics]' (default: none)"
     )
+    add_number(run, "--metrics-port", "PORT", 0, MAX_PORT, meaning)
     _add_engine_arguments(run)
     add_command(run, "the command that every process runs")
     run.set_defaults(run=_run, parser=run)
