@@ -119,11 +119,8 @@ def note_ring(path: str, addresses: Sequence[str]) -> None:
 def keep(path: str) -> bool:
     """Locks a file again if it was deleted or replaced since this process locked it.
 
-    Returns:
-      False if another process holds the lock now. True also if this process did not lock the file.
-
-    Raises:
-      OSError: as for `acquire`; this process no longer holds the lock.
+    Returns False if another process holds the lock now; True also if this process did not lock
+    the file. After an OSError, as of `acquire`, this process no longer holds the lock.
     """
     with _mutex:
         held = _held.get(path)

@@ -36,11 +36,10 @@ _held: list[socket.socket] = []  # keeps the port of this process
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
-    """Returns the place of this process among those of its launcher, or None.
+    """Returns the place of this process among those of its launcher.
 
-    Returns:
-      The place. None if no launcher is known, if HOSTOPT_LAUNCHER is "none", or if `hostopt run`
-      or a process of the launcher has started this process.
+    Returns None if no launcher is known, if HOSTOPT_LAUNCHER is "none", or if `hostopt run` or a
+    process of the launcher has started this process.
     """
     own = str(os.getpid())
     if STARTED_BY_HOSTOPT in environ or environ.get(PROCESS, own) != own:
@@ -117,13 +116,8 @@ def set_tf_config(options: Options, evaluators: int = 0) -> Place | None:
     If the addresses of the processes are unknown, they exchange them. Each then holds its port
     until it ends.
 
-    Collective if such a launcher has started the processes: all of them must call it.
-
-    Args:
-      evaluators: number of processes, the last ones, that are evaluators.
-
-    Returns:
-      The place of this process; None if there is no launcher.
+    Collective if such a launcher has started the processes: all of them must call it. The last
+    ones are `evaluators`. Returns the place of this process; None if there is no launcher.
     """
     place = find_place(os.environ)
     if place is None or place.size == 1:

@@ -367,11 +367,7 @@ class Progress:
 
 
 def announced_address(place: Place, connection: socket.socket | None, port: int) -> str:
-    """Returns the address of this process, as the other ranks reach it.
-
-    Args:
-      connection: its connection to rank 0; None in rank 0.
-    """
+    """Returns the address of this process, as others reach it; rank 0 has no connection."""
     assert place.rendezvous is not None
     if place.rendezvous.startswith("@"):
         return f"127.0.0.1:{port}"
@@ -401,8 +397,7 @@ def user_of(connection: socket.socket) -> int:
 def timeout_error(place: Place, missing: list[int], refusal: str = "") -> HostOptError:
     """Returns the error of a rank that has waited in vain.
 
-    Args:
-      refusal: answer of a process that did not prove that it is rank 0.
+    A refusal is the answer of a process that did not prove that it is rank 0.
     """
     answer = f". A process there without its token answered {refusal}" if refusal else ""
     return RendezvousTimeoutError(

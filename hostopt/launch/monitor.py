@@ -147,8 +147,7 @@ class Monitor:
 def describe(attempt: int, attempts: Mapping[int, Progress], evaluation: Progress) -> str:
     """Returns the live line, what matters most first, as a narrow terminal shows its beginning.
 
-    Args:
-      attempts: what the chief has written in each attempt, by number from 1.
+    The chief has written `attempts`, by number from 1.
     """
     if attempt not in attempts:
         return f"attempt {attempt} starts"

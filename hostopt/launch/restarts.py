@@ -149,11 +149,7 @@ class Slots:
         """Chooses the slots of the next attempt: all but those that failed twice in a row.
 
         A slot that was left out rejoins at the restart after that. It is left out again at once if
-        it fails again.
-
-        Args:
-          failed_slots: slots that caused the last failure. If these are all slots in use, none of
-            them counts as the cause.
+        it fails again. If all slots in use have caused the last failure, none of them counts.
         """
         if set(failed_slots) == set(self.in_use):
             failed_slots = ()

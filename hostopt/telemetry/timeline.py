@@ -21,8 +21,8 @@ from hostopt.process.child_process import call_at_exit, cancel_at_exit
 
 _log = logging.getLogger(__name__)
 
-MAX_SPANS = 100_000
-_REWRITE_EVERY_S = 10.0
+MAX_SPANS = 100_000  # older ones are dropped and counted in the file
+REWRITE_EVERY_S = 10.0
 # The maximum share of the time that is spent on writing the file.
 _WRITING_SHARE = 0.05
 # Overlapping spans of a track are shown in separate rows; the last row takes all further ones.
@@ -75,24 +75,14 @@ class Timeline:
 
     A thread rewrites the file at intervals, and `close` does so at the end. At any time the file
     is a complete trace of the spans so far. Any thread may record spans.
-
-    Args:
-      max_spans: number of spans to keep. Older ones are dropped and counted in the file.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        cluster: Cluster,
-        max_spans: int = MAX_SPANS,
-        rewrite_every_s: float = _REWRITE_EVERY_S,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], cluster: Cluster) -> None:
         self.rank = cluster.rank or 0
         self.path = path_of_rank(path, self.rank)
         self.clock_offset_s = 0.0
         self._cluster = cluster
-        self._rewrite_every_s = rewrite_every_s
-        self._spans: deque[Span] = deque(maxlen=max_spans)
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._recorded = 0
         self._growing: dict[tuple[Track, int, int], tuple[tuple[int, ...], Span]] = {}
         self._lock = threading.Lock()
@@ -161,11 +151,11 @@ class Timeline:
         self._write_or_warn()
 
     def _run(self) -> None:
-        pause_s = self._rewrite_every_s
+        pause_s = REWRITE_EVERY_S
         while not self._closed.wait(pause_s):
             begin_s = time.monotonic()
             self._write_or_warn()
-            pause_s = max(self._rewrite_every_s, (time.monotonic() - begin_s) / _WRITING_SHARE)
+            pause_s = max(REWRITE_EVERY_S, (time.monotonic() - begin_s) / _WRITING_SHARE)
 
     def _write_or_warn(self) -> None:
         try:
