@@ -53,22 +53,10 @@ def add(commands: Any) -> None:
         "not limited in a TFJob"
     )
     add_number(parser, "--max-restarts", "R", 0, MAX_TIMES, meaning, default=5)
-    parser.add_argument(
-        "--limit",
-        type=_pair("="),
-        action="append",
-        default=[],
-        metavar="NAME=COUNT",
-        help="resource of each pod, such as nvidia.com/gpu=1; may be repeated",
-    )
-    parser.add_argument(
-        "--volume",
-        type=_pair(":"),
-        action="append",
-        default=[],
-        metavar="CLAIM:PATH",
-        help="PersistentVolumeClaim that all pods mount, for model_dir; may be repeated",
-    )
+    meaning = "resource of each pod, such as nvidia.com/gpu=1"
+    _add_pairs(parser, "--limit", "=", "NAME=COUNT", meaning)
+    meaning = "PersistentVolumeClaim that all pods mount, for model_dir"
+    _add_pairs(parser, "--volume", ":", "CLAIM:PATH", meaning)
     add_command(parser, "the command of each pod")
     parser.set_defaults(run=_print, parser=parser)
 
@@ -99,14 +87,19 @@ def _name(text: str) -> str:
     return text
 
 
-def _pair(separator: str) -> Any:
+def _add_pairs(
+    parser: argparse.ArgumentParser, name: str, separator: str, metavar: str, meaning: str
+) -> None:
     def pair(text: str) -> tuple[str, str]:
         name, found, value = text.partition(separator)
         if not (name and found and value):
             raise argparse.ArgumentTypeError(f"{text!r} is not NAME{separator}VALUE")
         return name, value
 
-    return pair
+    meaning = f"{meaning}; may be repeated"
+    parser.add_argument(
+        name, type=pair, action="append", default=[], metavar=metavar, help=meaning
+    )
 
 
 Manifest = dict[str, Any]
