@@ -37,19 +37,13 @@ _MAX_ADDRESSES = 3  # of ranks; each can answer for the whole ring
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that has locked a file.
-
-    Args:
-      boot_id: boot id of the kernel of the host, as different hosts may have the same name.
-      start: time when it locked the file, in UTC.
-      ring: addresses of the first ranks of its ring; empty if it has none.
-    """
+    """The process that has locked a file."""
 
     host: str
-    boot_id: str
+    boot_id: str  # of the kernel of the host, as different hosts may have the same name
     pid: int
-    start: str
-    ring: tuple[str, ...] = ()
+    start: str  # time when it locked the file, in UTC
+    ring: tuple[str, ...] = ()  # addresses of the first ranks of its ring; empty if it has none
 
     @classmethod
     def this_process(cls) -> Holder:

@@ -23,21 +23,14 @@ _DUMP_TIMEOUT_S = 1.0
 
 
 class Event(NamedTuple):
-    """One action of a collective.
+    """One action of a collective."""
 
-    Args:
-      kind: "sent", "received", "in memory", or "begun" over MPI.
-      peer: the other rank; -1 if the event concerns no single peer.
-      tag: a `Tag` of `hostopt.transport.message`, of a message or a call.
-      time_s: on the monotonic clock.
-    """
-
-    kind: str
-    peer: int
+    kind: str  # "sent", "received", "in memory", or "begun" over MPI
+    peer: int  # the other rank; -1 if the event concerns no single peer
     name: str
-    tag: Any
+    tag: Any  # a `Tag` of `hostopt.transport.message`, of a message or a call
     nbytes: int
-    time_s: float
+    time_s: float  # on the monotonic clock
 
     def to_dict(self, now_s: float) -> dict[str, Any]:
         """Returns the event as a dump shows it."""

@@ -50,18 +50,13 @@ class Track(enum.IntEnum):
 
 @dataclass
 class Span:
-    """A piece of work.
-
-    Args:
-      begin_s: start, on this rank's monotonic clock.
-      args: details that the viewer shows, such as step, bucket and bytes.
-    """
+    """A piece of work."""
 
     track: Track
     name: str
-    begin_s: float
+    begin_s: float  # on this rank's monotonic clock
     end_s: float
-    args: dict[str, Any]
+    args: dict[str, Any]  # details that the viewer shows, such as step, bucket and bytes
 
 
 def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
