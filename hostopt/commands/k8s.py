@@ -16,14 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hostopt.adapters.place import PORT
-from hostopt.commands.arguments import (
-    MAX_TIMES,
-    add_command,
-    add_count,
-    add_number,
-    add_size,
-    command_of,
-)
+from hostopt.commands import arguments
 from hostopt.launch import restarts
 from hostopt.options import SIZE
 
@@ -40,24 +33,24 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--image", required=True, help="image with hostopt and the program")
-    add_size(parser, "number of ranks")
+    arguments.add_size(parser, "number of ranks")
     parser.add_argument(
         "--kind", choices=list(KINDS), default="job", help="kind of the training (default: job)"
     )
     parser.add_argument(
         "--name", type=_name, default="hostopt", help="name of the objects (default: hostopt)"
     )
-    add_count(parser, "--evaluators", "number of evaluators")
+    arguments.add_count(parser, "--evaluators", "number of evaluators")
     meaning = (
         "restarts for each pod, of all pods together, after failures that may be temporary; "
         "not limited in a TFJob"
     )
-    add_number(parser, "--max-restarts", "R", 0, MAX_TIMES, meaning, default=5)
+    arguments.add_number(parser, "--max-restarts", "R", 0, arguments.MAX_TIMES, meaning, default=5)
     meaning = "resource of each pod, such as nvidia.com/gpu=1"
     _add_pairs(parser, "--limit", "=", "NAME=COUNT", meaning)
     meaning = "PersistentVolumeClaim that all pods mount, for model_dir"
     _add_pairs(parser, "--volume", ":", "CLAIM:PATH", meaning)
-    add_command(parser, "the command of each pod")
+    arguments.add_command(parser, "the command of each pod")
     parser.set_defaults(run=_print, parser=parser)
 
 
@@ -69,7 +62,7 @@ def _print(options: argparse.Namespace) -> None:
     training = Training(
         options.name,
         options.image,
-        command_of(options),
+        arguments.command_of(options),
         options.np,
         options.evaluators,
         options.max_restarts,
