@@ -89,27 +89,24 @@ def metrics_of(
             yield Metric("evaluation_step", "global_step of the newest evaluation", "", step)
 
 
-_REDUCTIONS = "mean time of the reductions of a step"
-_SCALARS = {  # name, meaning and divisor by key of the progress
-    "step": ("step", "global_step", 1),
-    "last_step": ("last_step", "global_step at which the training stops", 1),
-    "loss": ("loss", "loss of the newest step that was measured", 1),
-    "examples_per_s": ("examples_per_second", "examples of all ranks in the last 10 seconds", 1),
-    "checkpoint_step": ("checkpoint_step", "global_step of the newest checkpoint", 1),
+_SCALARS = {  # name and meaning by key of the progress
+    "step": ("step", "global_step"),
+    "last_step": ("last_step", "global_step at which the training stops"),
+    "loss": ("loss", "loss of the newest step that was measured"),
+    "examples_per_s": ("examples_per_second", "examples of all ranks in the last 10 seconds"),
+    "checkpoint_step": ("checkpoint_step", "global_step of the newest checkpoint"),
     "checkpoint_time_s": (
         "checkpoint_timestamp_seconds",
         "time at which the newest checkpoint was complete, in Unix time",
-        1,
     ),
-    "communication_ms": ("communication_seconds", _REDUCTIONS, 1e3),
-    "sent_bytes": ("sent_bytes_total", "payload of the messages of the chief in this attempt", 1),
+    "sent_bytes": ("sent_bytes_total", "payload of the messages of the chief in this attempt"),
 }
 
 
 def _of_training(training: Progress) -> Iterator[Metric]:
-    for key, (name, meaning, divisor) in _SCALARS.items():
+    for key, (name, meaning) in _SCALARS.items():
         if training.get(key) is not None:
-            yield Metric(name, meaning, "", {"": training[key] / divisor})
+            yield Metric(name, meaning, "", {"": training[key]})
     if training.get("steps_per_s"):
         seconds = {"": 1.0 / training["steps_per_s"]}
         yield Metric("step_seconds", "mean time of a step in the last 10 seconds", "", seconds)
@@ -117,9 +114,11 @@ def _of_training(training: Progress) -> Iterator[Metric]:
     if parts:
         yield Metric("step_part_seconds", "mean time of a part of a step", "part", parts)
     if "communication_ms" in training:
+        meaning = "mean time of the reductions of a step"
+        seconds = {"": training["communication_ms"] / 1e3}
+        yield Metric("communication_seconds", meaning, "", seconds)
         exposed = {"": parts["exposed_communication"]}
-        meaning = f"{_REDUCTIONS} after backward"
-        yield Metric("exposed_communication_seconds", meaning, "", exposed)
+        yield Metric("exposed_communication_seconds", f"{meaning} after backward", "", exposed)
     waits = {str(rank): float(each) for rank, each in enumerate(training.get("waited_s", ()))}
     if waits:
         meaning = "time that a rank has waited for reductions in this attempt"
