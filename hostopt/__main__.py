@@ -15,11 +15,10 @@ from hostopt.versions import VERSION
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line, and returns its exit code.
 
-    Returns:
-      Exit code: 0 on success, the code of the task or error that ended the run, or 2 if the
-      command to run does not exist.
+    It is 0 on success, the code of the task or error that ended the run, or 2 if the command to
+    run does not exist.
     """
     descriptors.open_closed_descriptors()
     options = _parser().parse_args(argv)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from hostopt.adapters import mpi
+from hostopt.adapters import launchers
 from hostopt.adapters.discover import set_tf_config
 from hostopt.cluster.cluster import Cluster
 from hostopt.collectives.communicator import Communicator
@@ -124,7 +124,7 @@ def connect_ring(
 
 
 def _prepare_mpi(options: Options) -> None:
-    mpi.check_started(os.environ)
+    launchers.check_started(os.environ)
     if options.tls_dir is not None and not options.insecure:
         raise ConfigError(
             "tls_dir is set, but with communication='mpi' the data travel through MPI, which "
@@ -139,7 +139,7 @@ def start_beside_ring(cluster: Cluster, options: Options) -> None:
     MPI starts and ends only if all processes of its launcher take part. This does not wait for
     them.
     """
-    if options.communication == "mpi" and cluster.size > 1 and mpi.is_started(os.environ):
+    if options.communication == "mpi" and cluster.size > 1 and launchers.is_started(os.environ):
         runtime.take_part(options)
 
 

@@ -149,29 +149,14 @@ class ResourceError(RetryableError):
     exit_code = 203
 
 
-_ATTRIBUTE_TYPES = {
-    "rank": int,
-    "task": str,
-    "address": str,
-    "step": int,
-    "bucket": int,
-    "root_cause": str,
-    "last_checkpoint": str,
+_ATTRIBUTE_TYPES: dict[str, type] = {
+    **dict.fromkeys(("rank", "step", "bucket"), int),
+    **dict.fromkeys(("task", "address", "root_cause", "last_checkpoint"), str),
 }
 CLASSES = {  # all that end a process, by name
     kind.__name__: kind
-    for kind in (
-        ConfigError,
-        CollectiveMismatchError,
-        ProtocolError,
-        AuthError,
-        CheckpointError,
-        NonFiniteGradientError,
-        PeerLostError,
-        CollectiveTimeoutError,
-        RendezvousTimeoutError,
-        ResourceError,
-    )
+    for kind in (*HostOptError.__subclasses__(), *RetryableError.__subclasses__())
+    if kind is not RetryableError
 }
 # Sizes of texts as JSON. An error of this size is below the limit of a message to a rank.
 _MAX_MESSAGE_BYTES, _MAX_ATTRIBUTE_BYTES = 20_000, 6_000

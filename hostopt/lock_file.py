@@ -37,19 +37,13 @@ _MAX_ADDRESSES = 3  # of ranks; each can answer for the whole ring
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that has locked a file.
-
-    Args:
-      boot_id: boot id of the kernel of the host, as different hosts may have the same name.
-      start: time when it locked the file, in UTC.
-      ring: addresses of the first ranks of its ring; empty if it has none.
-    """
+    """The process that has locked a file."""
 
     host: str
-    boot_id: str
+    boot_id: str  # of the kernel of the host, as different hosts may have the same name
     pid: int
-    start: str
-    ring: tuple[str, ...] = ()
+    start: str  # time when it locked the file, in UTC
+    ring: tuple[str, ...] = ()  # addresses of the first ranks of its ring; empty if it has none
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -119,11 +113,8 @@ def note_ring(path: str, addresses: Sequence[str]) -> None:
 def keep(path: str) -> bool:
     """Locks a file again if it was deleted or replaced since this process locked it.
 
-    Returns:
-      False if another process holds the lock now. True also if this process did not lock the file.
-
-    Raises:
-      OSError: as for `acquire`; this process no longer holds the lock.
+    Returns False if another process holds the lock now; True also if this process did not lock
+    the file. After an OSError, as of `acquire`, this process no longer holds the lock.
     """
     with _mutex:
         held = _held.get(path)

@@ -58,15 +58,10 @@ class ProcessRing:
 
 
 def init(only_once: bool = False) -> ProcessRing:
-    """Joins the ring that TF_CONFIG describes, unless this process has joined it already.
+    """Joins the ring that TF_CONFIG describes, and returns it; without TF_CONFIG it has one rank.
 
-    Collective: all ranks must call it.
-
-    Args:
-      only_once: True raises an error if this process has joined already.
-
-    Returns:
-      The ring. Without TF_CONFIG it has one rank.
+    Does not join again, or raises an error if it must be called `only_once`. Collective: all ranks
+    must call it.
     """
     with _lock:
         if _joined:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from hostopt.adapters import mpi, rendezvous, schedulers
+from hostopt.adapters import launchers, rendezvous
 from hostopt.adapters.place import PORT, Place
 from hostopt.cluster import tf_config
 from hostopt.cluster.cluster import Cluster
@@ -25,22 +25,21 @@ _log = logging.getLogger(__name__)
 
 _Find = Callable[[Mapping[str, str]], "Place | None"]
 # mpirun in a job of the others has started the ranks, so only its variables count there
-_INNER: tuple[_Find, ...] = (mpi.find_open_mpi, mpi.find_mpich)
+_INNER: tuple[_Find, ...] = (launchers.find_open_mpi, launchers.find_mpich)
 _OUTER: tuple[_Find, ...] = (
-    schedulers.find_slurm,
-    schedulers.find_kubernetes,
-    schedulers.find_sagemaker,
+    launchers.find_slurm,
+    launchers.find_kubernetes,
+    launchers.find_sagemaker,
 )
 
 _held: list[socket.socket] = []  # keeps the port of this process
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
-    """Returns the place of this process among those of its launcher, or None.
+    """Returns the place of this process among those of its launcher.
 
-    Returns:
-      The place. None if no launcher is known, if HOSTOPT_LAUNCHER is "none", or if `hostopt run`
-      or a process of the launcher has started this process.
+    Returns None if no launcher is known, if HOSTOPT_LAUNCHER is "none", or if `hostopt run` or a
+    process of the launcher has started this process.
     """
     own = str(os.getpid())
     if STARTED_BY_HOSTOPT in environ or environ.get(PROCESS, own) != own:
@@ -53,7 +52,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
             )
         return None
     found = _found(_INNER, environ) or _found(_OUTER, environ)
-    found = [*_found((schedulers.find_by_hand,), environ), *found]
+    found = [*_found((launchers.find_by_hand,), environ), *found]
     found = [each for each in found if each.size > 1] or found[:1]
     for other in found[1:]:
         if (other.rank, other.size) != (found[0].rank, found[0].size):
@@ -77,8 +76,8 @@ def _found(finders: tuple[_Find, ...], environ: Mapping[str, str]) -> list[Place
 
 def _check_alone(environ: Mapping[str, str]) -> None:
     """Raises ConfigError, or warns, if variables of other processes make no place."""
-    if schedulers.INDEX in environ and RENDEZVOUS not in environ:
-        _warn_alone(environ[schedulers.INDEX])
+    if launchers.INDEX in environ and RENDEZVOUS not in environ:
+        _warn_alone(environ[launchers.INDEX])
         return
     for name in (SIZE, RENDEZVOUS):
         if name in environ:
@@ -105,7 +104,7 @@ def _with_rendezvous(place: Place, environ: Mapping[str, str]) -> Place:
                 "from 1 to 65535. Set it to an address of rank 0's machine"
             )
         return replace(place, rendezvous=environ[RENDEZVOUS], addresses=())
-    hosts = schedulers.hosts_of(environ)
+    hosts = launchers.hosts_of(environ)
     if hosts and not (place.rendezvous or place.addresses):  # mpirun on hosts of SageMaker
         return replace(place, rendezvous=f"{hosts[0]}:{PORT}")
     return place
@@ -117,13 +116,8 @@ def set_tf_config(options: Options, evaluators: int = 0) -> Place | None:
     If the addresses of the processes are unknown, they exchange them. Each then holds its port
     until it ends.
 
-    Collective if such a launcher has started the processes: all of them must call it.
-
-    Args:
-      evaluators: number of processes, the last ones, that are evaluators.
-
-    Returns:
-      The place of this process; None if there is no launcher.
+    Collective if such a launcher has started the processes: all of them must call it. The last
+    ones are `evaluators`. Returns the place of this process; None if there is no launcher.
     """
     place = find_place(os.environ)
     if place is None or place.size == 1:

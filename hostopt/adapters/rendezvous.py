@@ -215,9 +215,11 @@ class _Server:
     def exchange(self, address: str, deadline_s: float) -> list[str]:
         """Waits for all peers, and sends them the addresses of all."""
         progress = Progress(self._place)
-        while self._missing():
+        while missing := self._missing():
             if time.monotonic() > deadline_s:
-                error = self._failure()
+                error: HostOptError = timeout_error(self._place, missing)
+                if refused := sorted(self._refused.intersection(missing)):
+                    error = AuthError(_other_token(*refused), rank=0)
                 self._send_all(type(error).__name__, error.message)
                 raise error
             ready = [key.data for key, _ in self._selector.select(RETRY_S)]
@@ -228,8 +230,8 @@ class _Server:
             now_s = time.monotonic()
             for late in [each for each in self._strangers() if each.deadline_s < now_s]:
                 self._close(late)
-            if progress.log(self._missing()):
-                self._send_all("missing", self._missing())
+            if progress.log(missing):
+                self._send_all("missing", missing)
         found = {0: address, **self._registered()}
         addresses = [found[rank] for rank in range(self._place.size)]
         self._send_all("addresses", addresses)
@@ -250,12 +252,6 @@ class _Server:
     def _missing(self) -> list[int]:
         registered = self._registered()
         return [rank for rank in range(1, self._place.size) if rank not in registered]
-
-    def _failure(self) -> HostOptError:
-        refused = sorted(self._refused.intersection(self._missing()))
-        if refused:
-            return AuthError(_other_token(*refused), rank=0)
-        return timeout_error(self._place, self._missing())
 
     def _accept(self) -> None:
         try:
@@ -367,11 +363,7 @@ class Progress:
 
 
 def announced_address(place: Place, connection: socket.socket | None, port: int) -> str:
-    """Returns the address of this process, as the other ranks reach it.
-
-    Args:
-      connection: its connection to rank 0; None in rank 0.
-    """
+    """Returns the address of this process, as others reach it; rank 0 has no connection."""
     assert place.rendezvous is not None
     if place.rendezvous.startswith("@"):
         return f"127.0.0.1:{port}"
@@ -401,8 +393,7 @@ def user_of(connection: socket.socket) -> int:
 def timeout_error(place: Place, missing: list[int], refusal: str = "") -> HostOptError:
     """Returns the error of a rank that has waited in vain.
 
-    Args:
-      refusal: answer of a process that did not prove that it is rank 0.
+    A refusal is the answer of a process that did not prove that it is rank 0.
     """
     answer = f". A process there without its token answered {refusal}" if refusal else ""
     return RendezvousTimeoutError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from hostopt.cluster import tf_config
 from hostopt.cluster.tf_config import DATA, EVALUATOR, RING_JOBS
 from hostopt.errors import ConfigError
+from hostopt.options import shown
+from hostopt.process import descriptors
 
 LOCAL = "local"
 
@@ -116,7 +119,7 @@ class Cluster:
                 f'TF_CONFIG key "cluster" lists the address {task.address!r} of this task '
                 f"({task.name}) more than once. Give every evaluator its own port"
             )
-        tf_config.check_host(task.type, task.name, task.address)
+        _check_host(task)
         return Cluster(task, listed)
 
     @classmethod
@@ -165,7 +168,7 @@ class Cluster:
         if index < len(jobs.get(job, [])):
             task = _tasks(job, jobs)[index]
         if task.type != EVALUATOR:
-            tf_config.check_host(task.type, task.name, task.address)
+            _check_host(task)
         return cls(task, ring, evaluators, tuple(_tasks(DATA, jobs)))
 
     @classmethod
@@ -216,3 +219,18 @@ def _tasks(job: str, jobs: Mapping[str, list[str]]) -> list[Task]:
 
 def _join(tasks: tuple[Task, ...]) -> str:
     return "; ".join(map(str, tasks))
+
+
+def _check_host(task: Task) -> None:
+    """Checks that the host of this task resolves."""
+    host = task.address.rpartition(":")[0].strip("[]")
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, ValueError) as error:
+        descriptors.check(error)
+        raise ConfigError(
+            f"the host of this task ({task.name}, {shown(task.address)}) does not resolve: "
+            f'{error}. Write an address of this machine in TF_CONFIG under "{task.type}"',
+            task=task.name,
+            address=task.address,
+        ) from None

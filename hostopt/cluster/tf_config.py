@@ -5,13 +5,11 @@ from __future__ import annotations
 import collections
 import json
 import os
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 from hostopt.errors import ConfigError
 from hostopt.options import shown
-from hostopt.process import descriptors
 
 CHIEF, WORKER, EVALUATOR, DATA = "chief", "worker", "evaluator", "data"
 MASTER = "master"  # name of the chief in old programs
@@ -25,11 +23,7 @@ _EXAMPLE = (
 
 
 def read_tf_config(environ: Mapping[str, str]) -> tuple[Any, str, Any] | None:
-    """Reads the TF_CONFIG environment variable.
-
-    Returns:
-      Jobs, task type and task index, not yet validated; None if TF_CONFIG names no cluster.
-    """
+    """Returns jobs, task type and index of TF_CONFIG, not yet validated; None without jobs."""
     hidden = _hidden if environ is os.environ else {}
     config = _parse(environ.get(_VARIABLE, hidden.get(_VARIABLE, "")).strip())
     task = config.get("task", {})
@@ -166,11 +160,7 @@ def is_address(address: Any) -> bool:
 
 
 def check_task(jobs: Mapping[str, list[str]], task_type: Any, task_index: Any) -> tuple[str, int]:
-    """Validates the task of this process.
-
-    Returns:
-      Job and index. The jobs need not list an evaluator.
-    """
+    """Validates the task of this process. The jobs need not list an evaluator."""
     if task_type not in (*RING_JOBS, EVALUATOR, DATA):
         raise ConfigError(
             f'TF_CONFIG key "task": type {shown(task_type)} is not known. Use "chief", "worker", '
@@ -204,18 +194,3 @@ def check_task(jobs: Mapping[str, list[str]], task_type: Any, task_index: Any) -
         f'TF_CONFIG key "index": {shown(index)} is not a valid task_id for task_type {task_type} '
         f"in the cluster_spec, which lists {count}. Use 0 to {count - 1}"
     )
-
-
-def check_host(task_type: str, task_name: str, address: str) -> None:
-    """Checks that the host of this task resolves."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, ValueError) as error:
-        descriptors.check(error)
-        raise ConfigError(
-            f"the host of this task ({task_name}, {shown(address)}) does not resolve: "
-            f'{error}. Write an address of this machine in TF_CONFIG under "{task_type}"',
-            task=task_name,
-            address=address,
-        ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from typing import Any
 
 MAX_TASKS = 1024
 MAX_TIMES = 1_000_000
@@ -11,29 +11,36 @@ MAX_PORT = 65_535
 USAGE_ERROR = 2
 
 
-def number(least: float, most: float, kind: type[float] = int) -> Callable[[str], float]:
-    """Returns the type of an argument that is a number from `least` to `most`."""
+def add_number(
+    parser: argparse.ArgumentParser,
+    name: str,
+    metavar: str,
+    least: float,
+    most: float,
+    meaning: str,
+    **more: Any,
+) -> None:
+    """Adds an argument that is a number of the type of `least`, from `least` to `most`."""
 
     def number(text: str) -> float:
-        value = kind(text)
+        value = type(least)(text)
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{value} is not from {least} to {most}")
         return value
 
-    return number
+    if "default" in more:
+        meaning = f"{meaning} (default: {more['default']:g})"
+    parser.add_argument(name, type=number, metavar=metavar, help=meaning, **more)
 
 
 def add_size(parser: argparse.ArgumentParser, meaning: str, required: bool = True) -> None:
     """Adds the argument -np."""
-    parser.add_argument(
-        "-np", type=number(1, MAX_TASKS), required=required, metavar="N", help=meaning
-    )
+    add_number(parser, "-np", "N", 1, MAX_TASKS, meaning, required=required)
 
 
 def add_count(parser: argparse.ArgumentParser, name: str, meaning: str) -> None:
     """Adds an argument that is the number of tasks of a kind besides the ranks."""
-    meaning = f"{meaning} (default: 0)"
-    parser.add_argument(name, type=number(0, MAX_TASKS), default=0, metavar="K", help=meaning)
+    add_number(parser, name, "K", 0, MAX_TASKS, meaning, default=0)
 
 
 def add_command(parser: argparse.ArgumentParser, meaning: str) -> None:

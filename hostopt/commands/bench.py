@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.commands.arguments import MAX_TIMES, add_size, number
+from hostopt.commands.arguments import MAX_TIMES, add_number, add_size
 from hostopt.connect import connect, connect_ring
 from hostopt.errors import ConfigError
 from hostopt.launch.launcher import RunOptions, launch
@@ -41,12 +41,8 @@ def add(commands: Any) -> None:
         metavar="SIZE",
         help=f"sizes of the buffers (default: {' '.join(_SIZES)})",
     )
-    parser.add_argument(
-        "--repetitions",
-        type=number(1, MAX_TIMES),
-        metavar="K",
-        help=f"number of runs; the table shows their median (default: {_REPETITIONS})",
-    )
+    meaning = f"number of runs; the table shows their median (default: {_REPETITIONS})"
+    add_number(parser, "--repetitions", "K", 1, MAX_TIMES, meaning)
     parser.add_argument(
         "--communication",
         choices=["auto", "grpc+tcp", "grpc", "shm", "mpi"],
@@ -60,12 +56,8 @@ def add(commands: Any) -> None:
         action="store_true",
         help="try communications, segment and bucket sizes instead, and print the best ones",
     )
-    parser.add_argument(
-        "--line",
-        type=number(0.001, 1e5, float),
-        metavar="GBIT",
-        help="speed of a host's line in one direction, in Gbit/s: the table shows the share used",
-    )
+    meaning = "speed of a host's line in one direction, in Gbit/s: the table shows the share used"
+    add_number(parser, "--line", "GBIT", 0.001, 1e5, meaning)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the times to FILE")
     parser.add_argument("--quiet", action="store_true", help="do not print the table")
     parser.set_defaults(run=_bench, parser=parser)

@@ -13,7 +13,7 @@ from typing import Any
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.cluster.tf_config import EVALUATOR
-from hostopt.commands.arguments import number
+from hostopt.commands.arguments import add_number
 from hostopt.doctor import machine, network
 from hostopt.doctor.checking import WRONG, Finding, note, outcomes, run, wrong
 from hostopt.errors import ConfigError, HostOptError
@@ -36,13 +36,8 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--model-dir", metavar="DIR", help="model_dir of the training")
-    parser.add_argument(
-        "--timeout-s",
-        type=number(MIN_TIMEOUT_S, YEAR_S, float),
-        default=10.0,
-        metavar="S",
-        help="seconds to wait for the other ranks (default: 10)",
-    )
+    meaning = "seconds to wait for the other ranks"
+    add_number(parser, "--timeout-s", "S", MIN_TIMEOUT_S, YEAR_S, meaning, default=10.0)
     parser.set_defaults(run=_doctor)
 
 

@@ -16,14 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hostopt.adapters.place import PORT
-from hostopt.commands.arguments import (
-    MAX_TIMES,
-    add_command,
-    add_count,
-    add_size,
-    command_of,
-    number,
-)
+from hostopt.commands import arguments
 from hostopt.launch import restarts
 from hostopt.options import SIZE
 
@@ -40,39 +33,24 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--image", required=True, help="image with hostopt and the program")
-    add_size(parser, "number of ranks")
+    arguments.add_size(parser, "number of ranks")
     parser.add_argument(
         "--kind", choices=list(KINDS), default="job", help="kind of the training (default: job)"
     )
     parser.add_argument(
         "--name", type=_name, default="hostopt", help="name of the objects (default: hostopt)"
     )
-    add_count(parser, "--evaluators", "number of evaluators")
-    parser.add_argument(
-        "--max-restarts",
-        type=number(0, MAX_TIMES),
-        default=5,
-        metavar="R",
-        help="restarts for each pod, of all pods together, after failures that may be temporary; "
-        "not limited in a TFJob (default: 5)",
+    arguments.add_count(parser, "--evaluators", "number of evaluators")
+    meaning = (
+        "restarts for each pod, of all pods together, after failures that may be temporary; "
+        "not limited in a TFJob"
     )
-    parser.add_argument(
-        "--limit",
-        type=_pair("="),
-        action="append",
-        default=[],
-        metavar="NAME=COUNT",
-        help="resource of each pod, such as nvidia.com/gpu=1; may be repeated",
-    )
-    parser.add_argument(
-        "--volume",
-        type=_pair(":"),
-        action="append",
-        default=[],
-        metavar="CLAIM:PATH",
-        help="PersistentVolumeClaim that all pods mount, for model_dir; may be repeated",
-    )
-    add_command(parser, "the command of each pod")
+    arguments.add_number(parser, "--max-restarts", "R", 0, arguments.MAX_TIMES, meaning, default=5)
+    meaning = "resource of each pod, such as nvidia.com/gpu=1"
+    _add_pairs(parser, "--limit", "=", "NAME=COUNT", meaning)
+    meaning = "PersistentVolumeClaim that all pods mount, for model_dir"
+    _add_pairs(parser, "--volume", ":", "CLAIM:PATH", meaning)
+    arguments.add_command(parser, "the command of each pod")
     parser.set_defaults(run=_print, parser=parser)
 
 
@@ -84,7 +62,7 @@ def _print(options: argparse.Namespace) -> None:
     training = Training(
         options.name,
         options.image,
-        command_of(options),
+        arguments.command_of(options),
         options.np,
         options.evaluators,
         options.max_restarts,
@@ -102,14 +80,19 @@ def _name(text: str) -> str:
     return text
 
 
-def _pair(separator: str) -> Any:
+def _add_pairs(
+    parser: argparse.ArgumentParser, name: str, separator: str, metavar: str, meaning: str
+) -> None:
     def pair(text: str) -> tuple[str, str]:
         name, found, value = text.partition(separator)
         if not (name and found and value):
             raise argparse.ArgumentTypeError(f"{text!r} is not NAME{separator}VALUE")
         return name, value
 
-    return pair
+    meaning = f"{meaning}; may be repeated"
+    parser.add_argument(
+        name, type=pair, action="append", default=[], metavar=metavar, help=meaning
+    )
 
 
 Manifest = dict[str, Any]

@@ -8,17 +8,7 @@ from typing import Any, NoReturn
 
 from hostopt.adapters.discover import set_tf_config
 from hostopt.cluster.cluster import Cluster
-from hostopt.commands.arguments import (
-    MAX_PORT,
-    MAX_TASKS,
-    MAX_TIMES,
-    USAGE_ERROR,
-    add_command,
-    add_count,
-    add_size,
-    command_of,
-    number,
-)
+from hostopt.commands import arguments
 from hostopt.errors import ConfigError
 from hostopt.launch import output
 from hostopt.launch.engine import Engine, LocalEngine
@@ -48,23 +38,14 @@ def add(commands: Any) -> None:
         "does not change when ranks are renumbered.",
         allow_abbrev=False,
     )
-    add_size(run, "number of ranks: 1 chief, N-1 workers")
-    add_count(run, "--evaluators", "number of evaluators")
+    arguments.add_size(run, "number of ranks: 1 chief, N-1 workers")
+    arguments.add_count(run, "--evaluators", "number of evaluators")
     meaning = "number of processes that prepare the data of all ranks, instead of each its own"
-    add_count(run, "--data-workers", meaning)
-    run.add_argument(
-        "--max-restarts",
-        type=number(0, MAX_TIMES),
-        default=0,
-        metavar="R",
-        help="restart the ranks up to R times after a failure that may be temporary (default: 0)",
-    )
-    run.add_argument(
-        "--min-np",
-        type=number(1, MAX_TASKS),
-        metavar="M",
-        help="restart without ranks that fail twice in a row, with at least M ranks (default: N)",
-    )
+    arguments.add_count(run, "--data-workers", meaning)
+    meaning = "restart the ranks up to R times after a failure that may be temporary"
+    arguments.add_number(run, "--max-restarts", "R", 0, arguments.MAX_TIMES, meaning, default=0)
+    meaning = "restart without ranks that fail twice in a row, with at least M ranks (default: N)"
+    arguments.add_number(run, "--min-np", "M", 1, arguments.MAX_TASKS, meaning)
     run.add_argument(
         "--restore-previous",
         action="store_true",
@@ -89,20 +70,18 @@ def add(commands: Any) -> None:
     run.add_argument(
         "--verbose", action="store_true", help="show all output, and no line of progress"
     )
-    run.add_argument(
-        "--metrics-port",
-        type=number(0, MAX_PORT),
-        metavar="PORT",
-        help="loopback port at which Prometheus can read metrics of the run, 0 for any free one; "
-        "needs pip install 'hostopt[metrics]' (default: none)",
+    meaning = (
+        "loopback port at which Prometheus can read metrics of the run, 0 for any free one; "
+        "needs pip install 'hostopt[metrics]' (default: none)"
     )
+    arguments.add_number(run, "--metrics-port", "PORT", 0, arguments.MAX_PORT, meaning)
     _add_engine_arguments(run)
-    add_command(run, "the command that every process runs")
+    arguments.add_command(run, "the command that every process runs")
     run.set_defaults(run=_run, parser=run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    command = command_of(options)
+    command = arguments.command_of(options)
     if options.min_np is not None and options.min_np > options.np:
         options.parser.error(f"--min-np {options.min_np} is greater than -np {options.np}")
     if options.min_np is not None and not options.max_restarts:
@@ -130,7 +109,7 @@ def _run(options: argparse.Namespace) -> int:
         return launch(command, run, engine)
     except FileNotFoundError as error:
         output.print_error(error)
-        return USAGE_ERROR
+        return arguments.USAGE_ERROR
     except OSError as error:
         descriptors.check(error)  # has better advice if no descriptor is left
         raise start_error(error) from None
@@ -220,17 +199,17 @@ def add_exec(commands: Any) -> None:
         allow_abbrev=False,
     )
     meaning = "number of processes, the last ones, that are evaluators"
-    add_count(parser, "--evaluators", meaning)
-    add_command(parser, "the command to run")
+    arguments.add_count(parser, "--evaluators", meaning)
+    arguments.add_command(parser, "the command to run")
     parser.set_defaults(run=_exec, parser=parser)
 
 
 def _exec(options: argparse.Namespace) -> int:
     try:
-        _become(find_command(command_of(options)), options.evaluators)
+        _become(find_command(arguments.command_of(options)), options.evaluators)
     except OSError as error:
         output.print_error(error)
-        return USAGE_ERROR
+        return arguments.USAGE_ERROR
 
 
 def _become(command: list[str], evaluators: int) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostopt.commands.arguments import number
+from hostopt.commands.arguments import add_number
 from hostopt.options import MAX_COUNT
 from hostopt.telemetry.trace_files import draw, merge
 
@@ -31,10 +31,6 @@ def add(commands: Any) -> None:
     )
     drawing.add_argument("file", help="a trace of one rank, or a merged one")
     drawing.add_argument("-o", "--output", required=True, metavar="FILE", help="the image file")
-    drawing.add_argument(
-        "--step",
-        type=number(0, MAX_COUNT),
-        metavar="N",
-        help="number of the step, from 0 (default: the last)",
-    )
+    meaning = "number of the step, from 0 (default: the last)"
+    add_number(drawing, "--step", "N", 0, MAX_COUNT, meaning)
     drawing.set_defaults(run=lambda options: draw(options.file, options.output, options.step))

@@ -47,11 +47,10 @@ def run(check: Callable[..., Iterable[Finding]], *args: Any, timeout_s: float) -
 
 
 def outcomes(function: Callable[[Any], Any], items: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Calls a function for several items in parallel, with a common deadline.
+    """Calls a function for several items in parallel; returns the result or exception of each.
 
-    Returns:
-      For each item the result or the exception; a TimeoutError if the call did not finish. Its
-      daemon thread then keeps running, without effect.
+    It is a TimeoutError if the call did not finish before the common deadline. Its daemon thread
+    then keeps running, without effect.
     """
     results: list[Any] = [TimeoutError(f"no answer within {timeout_s:g} s") for _ in items]
 

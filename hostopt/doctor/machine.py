@@ -8,10 +8,10 @@ import importlib.metadata
 import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -105,12 +105,10 @@ def existing(path: str) -> str:
 
 @contextlib.contextmanager
 def trial_file(directory: str) -> Iterator[str]:
-    """Scope of a small file that is written like a checkpoint; yields its name without path."""
-    name = _TRIAL_PREFIX + secrets.token_hex(8)
-    path = Path(directory, name)
-    draft = path.with_suffix(".tmp")
+    """Scope of a new directory, with a file that is written like a checkpoint; yields its name."""
     written = os.urandom(4096)
-    try:
+    with tempfile.TemporaryDirectory(prefix=_TRIAL_PREFIX, dir=directory) as trial:
+        draft, path = Path(trial, "draft"), Path(trial, "file")
         with draft.open("xb") as file:
             file.write(written)
             file.flush()
@@ -118,11 +116,7 @@ def trial_file(directory: str) -> Iterator[str]:
         draft.rename(path)
         if path.read_bytes() != written:
             raise OSError("a file does not contain the bytes that were written")
-        yield name
-    finally:
-        for each in (draft, path):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                each.unlink()
+        yield os.path.basename(trial)
 
 
 def _newest_checkpoint(directory: Path) -> Iterator[Finding]:

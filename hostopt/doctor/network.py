@@ -167,11 +167,7 @@ def _listeners(port: int) -> str:
 def other_ranks(
     ring: Cluster, options: Options, model_dir: str | None, timeout_s: float
 ) -> Iterator[Finding]:
-    """Connects to the doctors of all other ranks like a training, and compares.
-
-    Args:
-      timeout_s: replaces the deadlines for the others to connect, and for each collective.
-    """
+    """Connects to the doctors of all other ranks like a training, with other deadlines."""
     options = replace(
         options,
         rendezvous_timeout_s=timeout_s,

@@ -56,10 +56,8 @@ def _die_when_closed(reader: int) -> None:
     """Makes the kernel send SIGKILL to this process group when a pipe loses its writer.
 
     Only the supervisor holds the writing end, so the kernel closes it however the supervisor dies.
-    That is a change of the pipe, which is signalled with SIGKILL (F_SETSIG of fcntl(2)).
-
-    Args:
-      reader: reading end of the pipe. The request holds while a process of the group has it open.
+    That is a change of the pipe, which is signalled with SIGKILL (F_SETSIG of fcntl(2)). The
+    request holds while a process of the group has the reading end open.
     """
     with contextlib.suppress(OSError):  # some emulations of Linux do not support it
         fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())

@@ -25,6 +25,10 @@ from hostopt.transport.addresses import hold_port, port_of
 _SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_supervisor.py")
 
 
+TaskId = tuple[str, int]  # job and index
+Settings = Mapping[str, str]  # environment variables of a task, besides those of the launcher
+
+
 @dataclass(frozen=True)
 class Place:
     """A place for one task."""
@@ -32,6 +36,8 @@ class Place:
     slot: int
     address: str  # ``host:port`` for TF_CONFIG; the port is held for the task
     node: str = ""  # name of the machine for logs; empty for this machine
+    cores: tuple[int, ...] = ()  # of this machine to bind a rank to; empty for no binding
+    size: int = 1  # number of ranks that share the cores of this machine
 
 
 Poll = Callable[[], "Sequence[Place] | None"]
@@ -44,11 +50,7 @@ class Supervisor(Protocol):
     stderr: IO[bytes] | None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end, and returns its exit code; -n if signal n ended it.
-
-        Raises:
-          subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
-        """
+        """Waits like `Popen.wait`, and returns its exit code; -n if signal n ended it."""
 
     def kill(self) -> None:
         """Kills it, and its command with it."""
@@ -60,53 +62,24 @@ class Engine(Protocol):
     def open(
         self, size: int, evaluators: int, min_size: int
     ) -> contextlib.AbstractContextManager[None]:
-        """Connects to the machines for the time of a run.
-
-        Args:
-          min_size: smallest number of ranks to run with.
-        """
+        """Connects to the machines for the time of a run of at least `min_size` ranks."""
 
     def reserve(self, slots: Sequence[int], least: int) -> contextlib.AbstractContextManager[Poll]:
-        """Reserves places until the context ends.
+        """Reserves a place for each slot, or for at least `least` of them, until the context ends.
 
-        Args:
-          slots: the slots that want a place.
-          least: smallest number of places to be content with.
-
-        Returns:
-          A function that returns the places in the order of their slots, or None while they are
-          not ready. A later call replaces places that have been lost meanwhile. It raises OSError
-          if no place can be made on this machine, and ResourceError if there are too few places.
+        The function that it yields returns the places in the order of their slots, or None while
+        they are not ready. A later call replaces places that have been lost meanwhile. It raises
+        OSError if no place can be made on this machine, and ResourceError if there are too few.
         """
 
     def start(
-        self,
-        place: Place,
-        command: Sequence[str],
-        task: tuple[str, int],
-        settings: Mapping[str, str],
+        self, place: Place, command: Sequence[str], task: TaskId, settings: Settings
     ) -> tuple[Supervisor, socket.socket]:
-        """Starts a task.
+        """Returns the supervisor of a task that it starts, and the launcher's end of its lifeline.
 
-        Args:
-          command: program and arguments; a program that ends in ``.py`` is run with the Python
-            of the machine.
-          settings: environment variables of the task, besides those of the launcher.
-
-        Returns:
-          The supervisor, and the launcher's end of the lifeline.
-
-        Raises:
-          OSError: the task cannot be started on this machine.
+        A program that ends in ``.py`` is run with the Python of the machine. OSError means that
+        the task cannot be started on this machine.
         """
-
-
-@dataclass(frozen=True)
-class LocalPlace(Place):
-    """A place on this machine."""
-
-    cores: tuple[int, ...] = ()  # numbers of those to bind a rank to; empty for no binding
-    size: int = 1  # number of ranks that share the cores of this machine
 
 
 class LocalEngine:
@@ -130,20 +103,15 @@ class LocalEngine:
         with contextlib.ExitStack() as holders:
             ports = [port_of(holders.enter_context(hold_port())) for _ in slots]
             places = [
-                LocalPlace(slot, f"127.0.0.1:{port}", cores=tuple(cores), size=size)
+                Place(slot, f"127.0.0.1:{port}", cores=tuple(cores), size=size)
                 for slot, port, cores in zip(slots, ports, shares)
             ]
             yield lambda: places
 
     def start(
-        self,
-        place: Place,
-        command: Sequence[str],
-        task: tuple[str, int],
-        settings: Mapping[str, str],
+        self, place: Place, command: Sequence[str], task: TaskId, settings: Settings
     ) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Starts a task."""
-        assert isinstance(place, LocalPlace)
         environment = with_defaults({**os.environ, **settings}, task[0], place.size)
         cores = place.cores if task[0] in RING_JOBS else ()
         return supervise(find_command(command), environment, cores)

@@ -26,8 +26,7 @@ def tf_config_of(cluster: Mapping[str, Sequence[str]], task: tuple[str, int]) ->
 def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str]:
     """Returns environment variables of a task, with defaults that suit training.
 
-    Args:
-      size: number of ranks that share the cores which this process may use.
+    The cores that this process may use are shared by `size` ranks.
     """
     cores = len(os.sched_getaffinity(0))
     threads = {EVALUATOR: 1, DATA: cores}.get(job, max(1, cores // size))
@@ -65,9 +64,8 @@ def find_command(command: Sequence[str]) -> list[str]:
 def shares_of_cores(size: int, sysfs: Path = Path("/sys")) -> list[list[int]]:
     """Divides the cores among ranks, so that they do not displace each other.
 
-    Returns:
-      The cores that each rank is bound to: its share of those that this process may use, near its
-      GPU. If there are fewer cores than ranks, all of them.
+    Each rank gets a share of those that this process may use, near its GPU. If there are fewer
+    cores than ranks, each gets all of them.
     """
     cores = list(os.sched_getaffinity(0))
     if size > len(cores):

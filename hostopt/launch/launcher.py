@@ -41,35 +41,17 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The tasks of one run, its restarts and its reports.
+    """The tasks of one run, its restarts and its reports; ValueError for a number out of range."""
 
-    Args:
-      size: number of ranks: one chief and ``size - 1`` workers.
-      data_workers: number of data workers besides the ranks, on this machine.
-      max_restarts: number of restarts of the ring in total, and of each evaluator and each data
-        worker.
-      min_size: smallest number of ranks to restart with, without slots that fail repeatedly; None
-        means `size`.
-      grace_s: seconds from a rank's failure to SIGTERM for the others; SIGKILL follows 5 s later.
-      log_dir: directory for a log of each task and attempt. None writes logs only if `verbose` is
-        False, to a temporary directory that is removed if the run succeeds.
-      verbose: False shows the progress of training instead of informational messages.
-      metrics_port: loopback port at which Prometheus can read metrics; 0 for any free port, None
-        for none.
-
-    Raises:
-      ValueError: a number is out of range.
-    """
-
-    size: int
+    size: int  # number of ranks: one chief and ``size - 1`` workers
     evaluators: int = 0
-    data_workers: int = 0
-    max_restarts: int = 0
-    min_size: int | None = None
-    grace_s: float = GRACE_S
-    log_dir: str | None = None
-    verbose: bool = True
-    metrics_port: int | None = None
+    data_workers: int = 0  # besides the ranks, on this machine
+    max_restarts: int = 0  # of the ring in total, and of each evaluator and each data worker
+    min_size: int | None = None  # ranks to restart with if slots fail repeatedly; None for `size`
+    grace_s: float = GRACE_S  # from a rank's failure to SIGTERM for the others
+    log_dir: str | None = None  # see `Monitor`
+    verbose: bool = True  # False shows the progress of training, not informational messages
+    metrics_port: int | None = None  # of loopback; 0 for any free port, None for none
 
     def __post_init__(self) -> None:
         numbers = (self.evaluators, self.data_workers, self.max_restarts)
@@ -83,10 +65,7 @@ class RunOptions:
 
 
 def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = None) -> int:
-    """Runs one command as every task of a cluster, and waits for all of them.
-
-    Args:
-      engine: starts the tasks; None starts them on this machine.
+    """Runs one command as every task of a cluster, by default on this machine, to the end of all.
 
     Returns:
       0 if all tasks succeed. Otherwise the exit code of the data worker that the ranks have lost,
@@ -140,10 +119,9 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
 def _reserve(
     engine: Engine, options: RunOptions, stack: contextlib.ExitStack
 ) -> tuple[dict[str, list[str]], dict[str, Poll]]:
-    """Waits for the places of evaluators and of data workers, which outlive an attempt.
+    """Waits for the places of evaluators and data workers, which outlive an attempt.
 
-    Returns:
-      Their addresses, and the polls of their places, by job.
+    Returns their addresses, and the polls of their places, by job.
     """
     cluster: dict[str, list[str]] = {}
     polls: dict[str, Poll] = {}

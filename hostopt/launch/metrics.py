@@ -89,27 +89,24 @@ def metrics_of(
             yield Metric("evaluation_step", "global_step of the newest evaluation", "", step)
 
 
-_REDUCTIONS = "mean time of the reductions of a step"
-_SCALARS = {  # name, meaning and divisor by key of the progress
-    "step": ("step", "global_step", 1),
-    "last_step": ("last_step", "global_step at which the training stops", 1),
-    "loss": ("loss", "loss of the newest step that was measured", 1),
-    "examples_per_s": ("examples_per_second", "examples of all ranks in the last 10 seconds", 1),
-    "checkpoint_step": ("checkpoint_step", "global_step of the newest checkpoint", 1),
+_SCALARS = {  # name and meaning by key of the progress
+    "step": ("step", "global_step"),
+    "last_step": ("last_step", "global_step at which the training stops"),
+    "loss": ("loss", "loss of the newest step that was measured"),
+    "examples_per_s": ("examples_per_second", "examples of all ranks in the last 10 seconds"),
+    "checkpoint_step": ("checkpoint_step", "global_step of the newest checkpoint"),
     "checkpoint_time_s": (
         "checkpoint_timestamp_seconds",
         "time at which the newest checkpoint was complete, in Unix time",
-        1,
     ),
-    "communication_ms": ("communication_seconds", _REDUCTIONS, 1e3),
-    "sent_bytes": ("sent_bytes_total", "payload of the messages of the chief in this attempt", 1),
+    "sent_bytes": ("sent_bytes_total", "payload of the messages of the chief in this attempt"),
 }
 
 
 def _of_training(training: Progress) -> Iterator[Metric]:
-    for key, (name, meaning, divisor) in _SCALARS.items():
+    for key, (name, meaning) in _SCALARS.items():
         if training.get(key) is not None:
-            yield Metric(name, meaning, "", {"": training[key] / divisor})
+            yield Metric(name, meaning, "", {"": training[key]})
     if training.get("steps_per_s"):
         seconds = {"": 1.0 / training["steps_per_s"]}
         yield Metric("step_seconds", "mean time of a step in the last 10 seconds", "", seconds)
@@ -117,9 +114,11 @@ def _of_training(training: Progress) -> Iterator[Metric]:
     if parts:
         yield Metric("step_part_seconds", "mean time of a part of a step", "part", parts)
     if "communication_ms" in training:
+        meaning = "mean time of the reductions of a step"
+        seconds = {"": training["communication_ms"] / 1e3}
+        yield Metric("communication_seconds", meaning, "", seconds)
         exposed = {"": parts["exposed_communication"]}
-        meaning = f"{_REDUCTIONS} after backward"
-        yield Metric("exposed_communication_seconds", meaning, "", exposed)
+        yield Metric("exposed_communication_seconds", f"{meaning} after backward", "", exposed)
     waits = {str(rank): float(each) for rank, each in enumerate(training.get("waited_s", ()))}
     if waits:
         meaning = "time that a rank has waited for reductions in this attempt"
@@ -135,10 +134,23 @@ _BACKLOG = 8  # connections that are accepted at once
 @contextlib.contextmanager
 def answering(listener: socket.socket, answer: Callable[[], bytes]) -> Iterator[None]:
     """Scope in which a thread answers each GET request; closes the bound `listener` at its end."""
+    callers: list[asyncio.StreamWriter] = []  # the oldest first
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        callers.append(writer)
+        for oldest in callers[:-MOST_CONNECTIONS]:
+            oldest.transport.abort()
+        try:
+            await asyncio.wait_for(_answer(reader, writer, answer), CONNECTION_S)
+        except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+            pass  # the caller has left, or takes too much
+        finally:
+            callers.remove(writer)
+            writer.transport.abort()
+
     loop = asyncio.new_event_loop()
-    callers = _Callers(answer)
     server = loop.run_until_complete(
-        asyncio.start_server(callers.serve, sock=listener, limit=REQUEST_BYTES, backlog=_BACKLOG)
+        asyncio.start_server(serve, sock=listener, limit=REQUEST_BYTES, backlog=_BACKLOG)
     )
     thread = threading.Thread(target=loop.run_forever, daemon=True, name="hostopt-metrics")
     thread.start()
@@ -159,42 +171,19 @@ async def _end_all() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Callers:
-    """The connections, of which each brings one request."""
-
-    def __init__(self, answer: Callable[[], bytes]) -> None:
-        self._answer = answer
-        self._tasks: list[asyncio.Task[None]] = []  # the oldest first
-
-    def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers a new caller; ends the oldest ones if there are too many."""
-        task = asyncio.ensure_future(self._serve(reader, writer))
-        self._tasks.append(task)
-        task.add_done_callback(self._tasks.remove)
-        for oldest in self._tasks[:-MOST_CONNECTIONS]:
-            oldest.cancel()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await asyncio.wait_for(self._answer_one(reader, writer), CONNECTION_S)
-        except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
-            pass  # the caller has left, or takes too much
-        finally:
-            writer.transport.abort()
-
-    async def _answer_one(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        request = await reader.readuntil(b"\r\n\r\n")
-        status, body = "405 Method Not Allowed", b""
-        if request.startswith(b"GET "):
-            status, body = "200 OK", self._answer()
-        head = (
-            f"HTTP/1.1 {status}",
-            f"Content-Type: {_CONTENT_TYPE}",
-            f"Content-Length: {len(body)}",
-            "Connection: close",
-        )
-        writer.write("".join(f"{line}\r\n" for line in (*head, "")).encode() + body)
-        writer.close()
-        await writer.wait_closed()
+async def _answer(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Callable[[], bytes]
+) -> None:
+    request = await reader.readuntil(b"\r\n\r\n")
+    status, body = "405 Method Not Allowed", b""
+    if request.startswith(b"GET "):
+        status, body = "200 OK", answer()
+    head = (
+        f"HTTP/1.1 {status}",
+        f"Content-Type: {_CONTENT_TYPE}",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    )
+    writer.write("".join(f"{line}\r\n" for line in (*head, "")).encode() + body)
+    writer.close()
+    await writer.wait_closed()

@@ -147,8 +147,7 @@ class Monitor:
 def describe(attempt: int, attempts: Mapping[int, Progress], evaluation: Progress) -> str:
     """Returns the live line, what matters most first, as a narrow terminal shows its beginning.
 
-    Args:
-      attempts: what the chief has written in each attempt, by number from 1.
+    The chief has written `attempts`, by number from 1.
     """
     if attempt not in attempts:
         return f"attempt {attempt} starts"
@@ -242,7 +241,6 @@ def _duration(seconds: float) -> str:
 
 
 _MAX_WARNINGS = 1000  # that are remembered
-_MAX_CONFIGURATION = 50  # lines
 
 _INFO = re.compile(
     rb"INFO:"  # Python's logging
@@ -262,9 +260,11 @@ _NOISE = re.compile(
     rb"(?:ABORTED: Stopping remaining executors|OUT_OF_RANGE: End of sequence)"  # of the data
 )
 _INSTRUCTIONS = b"Instructions for updating:"
-_CONFIGURATION = b"Using config: {"  # of an Estimator: continues over several lines
-_SERVER = b" config: "  # of a data worker: its fields follow, each on a line
-_FIELD = re.compile(rb"\w+: \S+$|$")
+# Of an Estimator, which ends with a brace, or of a data worker, which ends with an empty line.
+# Fields of protocol buffers follow, and the other attributes of the Estimator.
+_CONFIGURATION = re.compile(rb" config: (?!\{.*\}$)")
+_FIELD = re.compile(rb"\w+: \S+$|\w+ \{$|\}$|, '|$")
+_LAST_FIELD = re.compile(rb", '|$")
 _RECORD = re.compile(
     rb"(?:DEBUG|INFO|WARNING|ERROR|FATAL|CRITICAL):|Traceback |hostopt: |[IWEF]\d{4} "
     rb"|\d{4}-\d\d-\d\d |Fatal Python error|Aborted|terminate called"
@@ -275,42 +275,38 @@ _TRACEBACK = b"Traceback "
 class LineFilter:
     """Shows errors, each warning once, and lines of no logger; hides informational messages.
 
-    An indented line is hidden or shown with the line before. The configuration of an Estimator is
-    hidden to its last brace. The configuration of a data worker is hidden to its last field.
+    An indented line is hidden or shown with the line before. A configuration is hidden to its last
+    field.
     """
 
     def __init__(self) -> None:
         self.has_hidden = False  # any line
         self._hides = False
-        self._depth = 0  # of braces that a configuration has opened
-        self._lines = 0  # of the configuration
         self._is_instruction = False
-        self._is_server = False  # the configuration of one
+        self._is_configuration = False
         self._is_traceback = False
         self._warnings: set[int] = set()  # their hashes
 
     def shows(self, line: bytes) -> bool:
         """Returns True if a line is to be shown."""
         is_indented = line[:1] in (b" ", b"\t")
-        if _RECORD.match(line) or self._lines > _MAX_CONFIGURATION:
-            self._depth, self._is_instruction, self._is_server = 0, False, False
-        hides = self._hides
-        is_field = self._is_server and bool(_FIELD.match(line))
-        if self._depth > 0 or self._is_instruction or is_field:
-            hides = True
-        elif is_indented:
-            hides = hides and not self._is_traceback  # of which another thread split the lines
-        else:
+        if _RECORD.match(line):
+            self._is_instruction = self._is_configuration = False
+        is_field = self._is_configuration and (is_indented or bool(_FIELD.match(line)))
+        hides = self._is_instruction or is_field
+        if is_indented and not hides:
+            hides = self._hides and not self._is_traceback  # of which another thread split lines
+        elif not hides:
             hides = bool(_INFO.match(line) or _NOISE.match(line)) or self._is_repeated(line)
         if line.startswith(_TRACEBACK):
             self._is_traceback = True
         elif not (is_indented or hides):
             self._is_traceback = False
         self._is_instruction = line.startswith(_INSTRUCTIONS)
-        if self._depth > 0 or (hides and _CONFIGURATION in line):
-            self._lines = self._lines + 1 if self._depth else 0
-            self._depth = max(0, self._depth + line.count(b"{") - line.count(b"}"))
-        self._is_server = bool(line.strip()) and (is_field or (hides and _SERVER in line))
+        if is_field:
+            self._is_configuration = not _LAST_FIELD.match(line)
+        else:
+            self._is_configuration = hides and bool(_CONFIGURATION.search(line))
         self._hides = hides
         self.has_hidden = self.has_hidden or hides
         return not hides

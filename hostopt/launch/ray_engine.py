@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hostopt.errors import ConfigError, ResourceError
-from hostopt.launch.engine import Place, Poll
+from hostopt.launch.engine import Place, Poll, Settings, TaskId
 from hostopt.launch.ray_task import Job, Opened, RelayedSupervisor, TaskActor, describe
 from hostopt.transport.addresses import host_and_port
 from hostopt.versions import VERSION
@@ -370,11 +370,7 @@ class RayEngine:
             yield reservation.poll
 
     def start(
-        self,
-        place: Place,
-        command: Sequence[str],
-        task: tuple[str, int],
-        settings: Mapping[str, str],
+        self, place: Place, command: Sequence[str], task: TaskId, settings: Settings
     ) -> tuple[RelayedSupervisor, socket.socket]:
         """Starts a task through the actor of its place."""
         assert isinstance(place, RayPlace)

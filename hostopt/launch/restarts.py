@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hostopt import errors
 
@@ -70,32 +70,31 @@ def classify_exits(exits: Sequence[TaskExit]) -> RestartDecision:
     failed = [each for each in exits if each.code and not each.forced]
     if not failed:
         return RestartDecision(0, False, "all tasks succeeded")
-    for each in failed:
-        if is_permanent(each.code):
-            return _decide(each, failed, retry=False)
+    permanent = next((each for each in failed if is_permanent(each.code)), None)
+    if permanent is not None:
+        return _decide(permanent, failed)
     killed = [each for each in failed if _LAST_PERMANENT < each.code < _FIRST_RETRYABLE]
     causes = killed or [each for each in failed if each.code not in _REPORTERS]
     if causes:
-        return _decide(causes[0], failed, retry=True, causes=causes)
+        return _decide(causes[0], failed, causes)
+    first, reason = failed[0], ""
     late = [each for each in exits if each.forced]
-    if late:
-        decision = _decide(failed[0], failed, retry=True, causes=late)
-        return replace(decision, reason=f"{_names(late)} did not exit in time ({failed[0]})")
     early = [each for each in exits if not each.code]
-    decision = _decide(failed[0], failed, retry=True)
-    if early and failed[0].code != _DAMAGED:
-        reason = f"{_names(early)} exited with code 0 before the other tasks ({failed[0]})"
-        return replace(decision, reason=reason)
-    return decision
+    if late:
+        reason = f"{_names(late)} did not exit in time ({first})"
+    elif early and first.code != _DAMAGED:
+        reason = f"{_names(early)} exited with code 0 before the other tasks ({first})"
+    return _decide(first, failed, late, reason)
 
 
 def _decide(
-    root: TaskExit, failed: Sequence[TaskExit], retry: bool, causes: Sequence[TaskExit] = ()
+    root: TaskExit, failed: Sequence[TaskExit], causes: Sequence[TaskExit] = (), reason: str = ""
 ) -> RestartDecision:
     slots = frozenset(each.slot for each in causes if each.slot is not None)
     reported = next((each for each in (root, *failed) if each.cause), None)
     cause = f"{reported.name}: {reported.cause}" if reported else ""
-    return RestartDecision(root.code, retry, str(root), slots, cause)
+    retry = not is_permanent(root.code)
+    return RestartDecision(root.code, retry, reason or str(root), slots, cause)
 
 
 def _names(exits: Sequence[TaskExit]) -> str:
@@ -149,11 +148,7 @@ class Slots:
         """Chooses the slots of the next attempt: all but those that failed twice in a row.
 
         A slot that was left out rejoins at the restart after that. It is left out again at once if
-        it fails again.
-
-        Args:
-          failed_slots: slots that caused the last failure. If these are all slots in use, none of
-            them counts as the cause.
+        it fails again. If all slots in use have caused the last failure, none of them counts.
         """
         if set(failed_slots) == set(self.in_use):
             failed_slots = ()

@@ -18,13 +18,13 @@ import selectors
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hostopt.cluster.tf_config import CHIEF, WORKER
 from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.launch import restarts, task_process
-from hostopt.launch.engine import Engine, Place, Poll
+from hostopt.launch.engine import Engine, Place, Poll, Settings, TaskId
 from hostopt.launch.environment import tf_config_of
 from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import RestartDecision, Restarts, Slots, TaskExit
@@ -39,8 +39,7 @@ KILL_AGAIN_S = 2.0  # between SIGKILLs, in case a stopped supervisor does not de
 # after 30 s. SIGINT has no deadline: the user can send it again.
 PREEMPTION_S = 28.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Signals for tasks that still run, each with a number of seconds from now.
-GracePeriod = Sequence[tuple[float, int]]
+GracePeriod = Sequence[tuple[float, int]]  # seconds from now, and the signal that is due then
 _LOG = logging.getLogger(__name__)
 
 
@@ -148,11 +147,7 @@ class Group:
         raise NotImplementedError
 
     def _start_task(
-        self,
-        task: tuple[str, int],
-        place: Place,
-        settings: Mapping[str, str],
-        slot: int | None = None,
+        self, task: TaskId, place: Place, settings: Settings, slot: int | None = None
     ) -> None:
         directory = self._attempt.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
         report = os.path.join(directory, "error.txt")
@@ -291,9 +286,9 @@ class Ring(Group):
 class _Companion(Group):
     """The group of one task beside the ranks, whose place outlives an attempt."""
 
-    _task: tuple[str, int]
+    _task: TaskId
     _poll: Poll
-    _settings: Mapping[str, str]
+    _settings: Settings
 
     def _start(self) -> bool:
         are_ranks_placed = CHIEF in self._cluster  # their addresses are in TF_CONFIG

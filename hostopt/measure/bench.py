@@ -100,9 +100,7 @@ def measure(
 ) -> tuple[tuple[float, ...], float]:
     """Times all-reduces of one size, after a warm-up. Collective: all ranks must call it.
 
-    Returns:
-      Seconds of one all-reduce on the slowest rank, for each repetition; and the seconds of
-      processor time of one all-reduce on the rank that uses most, the median of the repetitions.
+    Returns `seconds` and `processor_s` of a `Timing`; the latter is the median of the repetitions.
     """
     buffer = group.load(np.zeros(size_bytes // 4, np.float32))  # zeros never overflow
     for _ in range(_WARM_UP_CALLS):
@@ -132,11 +130,7 @@ def check_sums(group: CommunicatorGroup, size_bytes: int, *, exact: bool = True)
 
 
 def format_table(timings: Sequence[Timing], line_gbit: float | None = None) -> str:
-    """Formats timings as a Markdown table.
-
-    Args:
-      line_gbit: speed of the line of a host in one direction, in Gbit/s, if known.
-    """
+    """Formats timings as a Markdown table; `line_gbit` is the speed of a host's line, if known."""
     header = ["size", "time, ms", "payload, GB/s", "processor, s/GB", "sent by a rank, bytes"]
     header += ["flat float32 ring, bytes", *(["share of the line"] if line_gbit else [])]
     lines = [f"| {' | '.join(header)} |", f"|{'--:|' * len(header)}"]

@@ -10,8 +10,7 @@ from hostopt.collectives.communicator import Communicator
 from hostopt.transport import event_loop
 from hostopt.transport.message import Tag
 
-_TRIPS = 16
-_REQUEST, _RESPONSE = 0, 1  # rounds of a tag
+TRIPS = 16
 _SECONDS = struct.Struct("<d")
 
 
@@ -23,7 +22,7 @@ class ClockOffset(NamedTuple):
 
 
 def measure_offset(
-    communicator: Communicator, now: Callable[[], float] = time.monotonic, trips: int = _TRIPS
+    communicator: Communicator, now: Callable[[], float] = time.monotonic
 ) -> ClockOffset:
     """Measures the offset of this rank's clock. Collective: all ranks must call it.
 
@@ -31,29 +30,24 @@ def measure_offset(
     directions of a slow trip may take very different times. The communicator is a duplicate that
     is used for nothing else.
     """
-    if communicator.rank == 0:
-        for peer in range(1, communicator.size):
-            for trip in range(trips):
-                event_loop.run(_respond(communicator, peer, trip, now))
-        return ClockOffset(0.0, 0.0)
-    offsets = [event_loop.run(_measure(communicator, trip, now)) for trip in range(trips)]
+    return event_loop.run(_measure(communicator, now))
+
+
+async def _measure(communicator: Communicator, now: Callable[[], float]) -> ClockOffset:
+    transport, channel = communicator.transport, communicator.channel
+    offsets = [ClockOffset(0.0, 0.0)] if communicator.rank == 0 else []
+    for rank in range(1, communicator.size):
+        for trip in range(TRIPS):
+            request, response = (Tag(channel, rank, trip, round_) for round_ in range(2))
+            if communicator.rank == 0:
+                name = f"the clock of rank {rank}"
+                await transport.recv(rank, request, name)
+                await transport.send(rank, response, _SECONDS.pack(now()), name)
+            elif communicator.rank == rank:
+                name, begin_s = "the clock of rank 0", now()
+                await transport.send(0, request, b"", name)
+                (remote_s,) = _SECONDS.unpack(await transport.recv(0, response, name))
+                end_s = now()
+                offset_s = remote_s - (begin_s + end_s) / 2
+                offsets.append(ClockOffset(offset_s, end_s - begin_s))
     return min(offsets, key=lambda offset: offset.round_trip_s)
-
-
-async def _respond(
-    communicator: Communicator, peer: int, trip: int, now: Callable[[], float]
-) -> None:
-    transport, name = communicator.transport, f"the clock of rank {peer}"
-    await transport.recv(peer, Tag(communicator.channel, peer, trip, _REQUEST), name)
-    tag = Tag(communicator.channel, peer, trip, _RESPONSE)
-    await transport.send(peer, tag, _SECONDS.pack(now()), name)
-
-
-async def _measure(communicator: Communicator, trip: int, now: Callable[[], float]) -> ClockOffset:
-    transport, name = communicator.transport, "the clock of rank 0"
-    begin_s = now()
-    tag = Tag(communicator.channel, communicator.rank, trip, _REQUEST)
-    await transport.send(0, tag, b"", name)
-    (remote_s,) = _SECONDS.unpack(await transport.recv(0, tag._replace(round=_RESPONSE), name))
-    end_s = now()
-    return ClockOffset(remote_s - (begin_s + end_s) / 2, end_s - begin_s)

@@ -25,8 +25,7 @@ _finalizers: dict[Callable[[], object], Finalize] = {}
 class ForkGuard:
     """Refuses a library in processes forked after its first use.
 
-    Args:
-      is_in_use: returns True if the library has started threads; called before each fork.
+    `is_in_use` is called before each fork; it returns True if the library has started threads.
     """
 
     def __init__(self, name: str, is_in_use: Callable[[], bool]) -> None:

@@ -47,9 +47,7 @@ def open_descriptors() -> Sequence[int]:
 def is_out(error: BaseException) -> bool:
     """Returns True if an error means that no descriptor was left.
 
-    Args:
-      error: error of the operating system, or of TensorFlow, which quotes that one; False for an
-        error of hostopt.
+    It is one of the operating system, or of TensorFlow, which quotes that one, but not of hostopt.
     """
     if isinstance(error, HostOptError):
         return False

@@ -47,9 +47,7 @@ _PYTHON_FUNCTION_ERROR = "UnknownError"  # TensorFlow's type for exceptions in P
 def cause_of(error: BaseException) -> str:
     """Returns type and message of an error in one line, without tracebacks.
 
-    Returns:
-      The line. It is truncated to 1000 characters, unless the error is a HostOptError, which ends
-      with advice.
+    It is truncated to 1000 characters, unless the error is a HostOptError, which ends with advice.
     """
     kind, text = type(error).__name__, str(error)
     if isinstance(error, HostOptError):
@@ -72,10 +70,9 @@ def details_of(error: BaseException) -> str:
 def summary_of(error: BaseException, description: str, details_path: str) -> str:
     """Returns the text that a rank prints for the error that ends it.
 
-    Returns:
-      One line for a HostOptError, which names the rank to blame and the remedy. For other errors,
-      the traceback of the user's code and the function that raised the error, without the errors
-      that were being handled when it was raised, and without TensorFlow's repetitions.
+    It is one line for a HostOptError, which names the rank to blame and the remedy. For other
+    errors it is the traceback of the user's code and the function that raised the error, without
+    the errors that were being handled when it was raised, and without TensorFlow's repetitions.
     """
     if isinstance(error, HostOptError):
         return f"hostopt: {description}: {cause_of(error)} [traceback: {details_path}]\n"
@@ -109,10 +106,9 @@ def _is_of_library(frame: types.FrameType) -> bool:
 def write_details(
     directory: str | os.PathLike[str], rank: int, error: BaseException
 ) -> str | None:
-    """Writes the full traceback of an error to a file.
+    """Writes the full traceback of an error to a file, and returns its path.
 
-    Returns:
-      Path of the file; None if it could not be written within a second.
+    Returns None if it could not be written within a second.
     """
     path = os.path.join(directory, f"rank_{rank}.error.txt")
     text = details_of(error)

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 _log = logging.getLogger(__name__)
 
@@ -22,54 +22,27 @@ _CAPACITY = 256  # events
 _DUMP_TIMEOUT_S = 1.0
 
 
-class MessageTag(Protocol):
-    """Identifies a message, or the call of an event: a tuple of numbers."""
-
-    @property
-    def channel(self) -> int:
-        """Number of the communicator."""
-
-    @property
-    def step(self) -> int:
-        """Sequence number of the collective on its channel."""
-
-    @property
-    def bucket(self) -> int:
-        """Index of the gradient bucket."""
-
-    @property
-    def round(self) -> int:
-        """Round of the ring schedule."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers by name."""
-
-
 class Event(NamedTuple):
-    """One action of a collective.
+    """One action of a collective."""
 
-    Args:
-      kind: "sent", "received", "in memory", or "begun" over MPI.
-      peer: the other rank; -1 if the event concerns no single peer.
-      time_s: on the monotonic clock.
-    """
-
-    kind: str
-    peer: int
+    kind: str  # "sent", "received", "in memory", or "begun" over MPI
+    peer: int  # the other rank; -1 if the event concerns no single peer
     name: str
-    tag: Any  # a MessageTag that is a tuple
+    tag: Any  # a `Tag` of `hostopt.transport.message`, of a message or a call
     nbytes: int
-    time_s: float
+    time_s: float  # on the monotonic clock
 
     def to_dict(self, now_s: float) -> dict[str, Any]:
         """Returns the event as a dump shows it."""
+        numbers = self.tag._asdict()
+        numbers["layout"] = numbers.pop("signature")
         return {
             "ago_s": round(now_s - self.time_s, 6),
             "kind": self.kind,
             "peer": self.peer,
             "what": self.name,
             "nbytes": self.nbytes,
-            **self.tag.to_dict(),
+            **numbers,
         }
 
 
@@ -87,7 +60,7 @@ class FlightRecorder:
         """The newest event; None if there is none."""
         return self._events[-1] if self._events else None
 
-    def record(self, kind: str, peer: int, name: str, tag: MessageTag, nbytes: int = 0) -> None:
+    def record(self, kind: str, peer: int, name: str, tag: Any, nbytes: int = 0) -> None:
         """Records an event; the arguments are those of `Event`."""
         self._events.append(Event(kind, peer, name, tag, nbytes, time.monotonic()))
 

@@ -18,12 +18,11 @@ from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
 from hostopt.process import descriptors
 from hostopt.process.child_process import call_at_exit, cancel_at_exit
-from hostopt.telemetry.flight_recorder import MessageTag
 
 _log = logging.getLogger(__name__)
 
-MAX_SPANS = 100_000
-_REWRITE_EVERY_S = 10.0
+MAX_SPANS = 100_000  # older ones are dropped and counted in the file
+REWRITE_EVERY_S = 10.0
 # The maximum share of the time that is spent on writing the file.
 _WRITING_SHARE = 0.05
 # Overlapping spans of a track are shown in separate rows; the last row takes all further ones.
@@ -51,18 +50,13 @@ class Track(enum.IntEnum):
 
 @dataclass
 class Span:
-    """A piece of work.
-
-    Args:
-      begin_s: start, on this rank's monotonic clock.
-      args: details that the viewer shows, such as step, bucket and bytes.
-    """
+    """A piece of work."""
 
     track: Track
     name: str
-    begin_s: float
+    begin_s: float  # on this rank's monotonic clock
     end_s: float
-    args: dict[str, Any]
+    args: dict[str, Any]  # details that the viewer shows, such as step, bucket and bytes
 
 
 def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
@@ -76,24 +70,14 @@ class Timeline:
 
     A thread rewrites the file at intervals, and `close` does so at the end. At any time the file
     is a complete trace of the spans so far. Any thread may record spans.
-
-    Args:
-      max_spans: number of spans to keep. Older ones are dropped and counted in the file.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        cluster: Cluster,
-        max_spans: int = MAX_SPANS,
-        rewrite_every_s: float = _REWRITE_EVERY_S,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], cluster: Cluster) -> None:
         self.rank = cluster.rank or 0
         self.path = path_of_rank(path, self.rank)
         self.clock_offset_s = 0.0
         self._cluster = cluster
-        self._rewrite_every_s = rewrite_every_s
-        self._spans: deque[Span] = deque(maxlen=max_spans)
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._recorded = 0
         self._growing: dict[tuple[Track, int, int], tuple[tuple[int, ...], Span]] = {}
         self._lock = threading.Lock()
@@ -121,15 +105,12 @@ class Timeline:
         return span
 
     def message(
-        self,
-        track: Track,
-        tag: MessageTag,
-        name: str,
-        begin_s: float,
-        end_s: float,
-        payload_bytes: int,
+        self, track: Track, tag: Any, name: str, begin_s: float, end_s: float, payload_bytes: int
     ) -> None:
-        """Records a message; a thread's messages of one round of a call become one span."""
+        """Records a message; a thread's messages of one round of a call become one span.
+
+        The tag is a `Tag` of `hostopt.transport.message`.
+        """
         key = track, tag.channel, threading.get_ident()
         round_ = (tag.step, tag.bucket, tag.round)
         last_round, span = self._growing.get(key, (None, None))
@@ -165,11 +146,11 @@ class Timeline:
         self._write_or_warn()
 
     def _run(self) -> None:
-        pause_s = self._rewrite_every_s
+        pause_s = REWRITE_EVERY_S
         while not self._closed.wait(pause_s):
             begin_s = time.monotonic()
             self._write_or_warn()
-            pause_s = max(self._rewrite_every_s, (time.monotonic() - begin_s) / _WRITING_SHARE)
+            pause_s = max(REWRITE_EVERY_S, (time.monotonic() - begin_s) / _WRITING_SHARE)
 
     def _write_or_warn(self) -> None:
         try:

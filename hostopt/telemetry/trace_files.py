@@ -21,15 +21,11 @@ _SPAN = {**_EVENT, "cat": str, "ts": float, "dur": float}
 
 @dataclass(frozen=True)
 class Trace:
-    """The content of a trace file that a timeline or `merge` has written.
-
-    Args:
-      events: in the Trace Event Format; times in us.
-    """
+    """The content of a trace file that a timeline or `merge` has written."""
 
     path: str
     attributes: dict[str, Any]
-    events: list[Event]
+    events: list[Event]  # in the Trace Event Format; times in us
 
     @property
     def spans(self) -> list[Event]:

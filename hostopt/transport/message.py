@@ -33,12 +33,6 @@ class Tag(NamedTuple):
         """
         return self.channel == FINISH_CHANNEL and self.bucket == 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers by name, as the files of the flight recorder show them."""
-        numbers = self._asdict()
-        numbers["layout"] = numbers.pop("signature")
-        return numbers
-
     def __str__(self) -> str:
         return (
             f"step {self.step}, bucket {self.bucket}, round {self.round}, chunk {self.chunk}, "

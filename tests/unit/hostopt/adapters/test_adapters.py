@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hostopt.adapters import mpi, rendezvous, schedulers
+from hostopt.adapters import launchers, rendezvous
 from hostopt.adapters.discover import find_place, set_tf_config
 from hostopt.errors import ConfigError
 from hostopt.options import Options
@@ -107,7 +107,7 @@ def test_the_first_node_of_slurm_is_the_rendezvous() -> None:
     ],
 )
 def test_first_node(nodes: str, first: str) -> None:
-    assert schedulers.first_node(nodes) == first
+    assert launchers.first_node(nodes) == first
 
 
 def test_hosts_of_sagemaker() -> None:
@@ -145,10 +145,10 @@ def test_a_pod_without_the_number_of_pods_warns_once(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"])
 def test_launchers_of_mpi(name: str) -> None:
-    mpi.check_started({name: "0"})
+    launchers.check_started({name: "0"})
     for environ in ({}, {name: "0", "HOSTOPT_ERROR_FILE": "set by hostopt run"}):
         with pytest.raises(ConfigError, match="has started this process, so MPI cannot reach"):
-            mpi.check_started(environ)
+            launchers.check_started(environ)
 
 
 def test_by_hand() -> None:

@@ -23,6 +23,7 @@ from hostopt.gradients.bucket_reducer import InlineReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 from hostopt.gradients.step_stats import StepTimes
+from hostopt.telemetry import timeline as timeline_module
 from hostopt.telemetry.timeline import Timeline, Track, path_of_rank
 from hostopt.transport.message import Tag
 
@@ -30,8 +31,8 @@ JOBS = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
 LANES = ["copy", "backward", "launch", "ring send", "ring receive", "wait", "apply"]
 
 
-def timeline(tmp_path: Path, job: str = "chief", **options: Any) -> Timeline:
-    return Timeline(str(tmp_path / "trace.json"), Cluster.from_dict(JOBS, job, 0), **options)
+def timeline(tmp_path: Path, job: str = "chief") -> Timeline:
+    return Timeline(str(tmp_path / "trace.json"), Cluster.from_dict(JOBS, job, 0))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -153,8 +154,9 @@ def test_messages_of_one_round_become_one_span(tmp_path: Path) -> None:
     }
 
 
-def test_only_the_newest_spans_are_kept(tmp_path: Path) -> None:
-    recorder = timeline(tmp_path, max_spans=3)
+def test_only_the_newest_spans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline_module, "MAX_SPANS", 3)
+    recorder = timeline(tmp_path)
     for number in range(10):
         recorder.span(Track.WAIT, str(number), number, number + 1)
     recorder.close()
@@ -162,8 +164,9 @@ def test_only_the_newest_spans_are_kept(tmp_path: Path) -> None:
     assert read(recorder.path)["otherData"]["hostopt"]["dropped_spans"] == 7
 
 
-def test_no_span_is_lost_between_threads(tmp_path: Path) -> None:
-    recorder = timeline(tmp_path, rewrite_every_s=1e-3)
+def test_no_span_is_lost_between_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline_module, "REWRITE_EVERY_S", 1e-3)
+    recorder = timeline(tmp_path)
     threads = [
         threading.Thread(
             target=lambda lane=lane: [recorder.span(lane, "x", i, i + 1) for i in range(500)]
@@ -224,9 +227,11 @@ def test_a_killed_program_leaves_a_complete_file(tmp_path: Path) -> None:
     code = """
 import itertools, sys
 from hostopt.cluster.cluster import Cluster
+from hostopt.telemetry import timeline
 from hostopt.telemetry.timeline import Track, Timeline
+timeline.REWRITE_EVERY_S = 1e-3
 cluster = Cluster.from_dict({"chief": ["127.0.0.1:1"]}, "chief", 0)
-recorder = Timeline(sys.argv[1], cluster, rewrite_every_s=1e-3)
+recorder = Timeline(sys.argv[1], cluster)
 for number in itertools.count():
     recorder.span(Track.APPLY, "x", number, number + 1)
     if '"x"' in recorder.path.read_text():
