@@ -87,6 +87,11 @@ class Experiment:
             throttle_secs=continuous_eval_throttle_secs,
         )
 
+    def extend_train_hooks(self, additional_hooks: Any) -> None:
+        """Adds hooks to those of the training."""
+        hooks = (*self._train_spec.hooks, *additional_hooks)
+        self._train_spec = self._train_spec._replace(hooks=hooks)
+
     def train(self, delay_secs: float | None = None) -> Any:
         """Trains up to `train_steps`; `delay_secs` has no effect."""
         spec = self._train_spec

@@ -78,7 +78,9 @@ def test_an_experiment_trains_evaluates_and_exports(tmp_path: Path) -> None:
 
 def test_a_schedule_is_a_method_of_the_experiment(tmp_path: Path) -> None:
     def of_directory(*, output_dir: str) -> learn.Experiment:
-        return experiment_fn(learn.RunConfig(model_dir=output_dir), 4)
+        experiment = experiment_fn(learn.RunConfig(model_dir=output_dir), 10)
+        experiment.extend_train_hooks([tf.compat.v1.train.StopAtStepHook(last_step=4)])
+        return experiment
 
     learn.run(of_directory, str(tmp_path), "train")
     assert tf.train.load_variable(str(tmp_path), "global_step") == 4
