@@ -145,7 +145,7 @@ def _cached_reads(step: Collection[tf.Operation], device: str) -> dict[tf.Operat
 
 
 def _changes_of(variable: tf.Variable) -> list[tf.Operation]:
-    return [op for op in users(variable.handle) if op.type not in READS]
+    return [op for op, _ in users(variable.handle) if op.type not in READS]
 
 
 def _can_wait_for(changes: Sequence[tf.Operation]) -> bool:

@@ -24,7 +24,7 @@ from estimator_ext.graphs.operation_kinds import (
     QUOTIENTS,
     VARIABLES,
 )
-from estimator_ext.graphs.walks import data_before, original_functions, walk
+from estimator_ext.graphs.walks import data_before, original_functions, parameters, walk
 from estimator_ext.pipelines.batch_lengths import batch_sizes
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.reduced import outside
@@ -366,8 +366,7 @@ class LossReader:
     def _of_call(self, op: tf.Operation) -> Value:
         results = []
         for _, body in original_functions(op):
-            passed = op.inputs[len(op.inputs) - len(body.inputs) :]
-            for argument, tensor in zip(body.inputs, passed):
+            for argument, tensor in parameters(op, body):
                 self._data[argument.op] = self._data.get(tensor.op, False)
                 self._variables[argument.op] = self._variables.get(tensor.op, False)
                 self._values[argument.op] = self.value(tensor)

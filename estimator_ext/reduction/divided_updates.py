@@ -281,11 +281,13 @@ def _can_divide(
         return False
     if not control_outputs(op):  # a hook may run it by itself, without [U6]
         return False
-    changes = [each for each in users(variable.handle) if each in step and each.type not in READS]
-    uses = [[each for each in users(slot.handle) if each in step] for slot in slots]
+    used, *of_slots = (
+        [user for user, _ in users(each.handle) if user in step] for each in (variable, *slots)
+    )
+    changes = [each for each in used if each.type not in READS]
     has_shape = all(each.shape == variable.shape for each in slots)
     is_static = variable.shape.is_fully_defined()
-    return is_static and has_shape and all(each == [op] for each in (changes, *uses))
+    return is_static and has_shape and all(each == [op] for each in (changes, *of_slots))
 
 
 def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:

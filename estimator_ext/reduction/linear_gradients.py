@@ -21,6 +21,7 @@ from estimator_ext.graphs.walks import (
     LOOPS,
     data_before,
     original_functions,
+    parameters,
     walk,
 )
 from estimator_ext.reduction.gradient_marks import Mark
@@ -121,8 +122,7 @@ class LinearGradients:
             return None
         terms = []
         for _, body in original_functions(op):
-            passed = op.inputs[len(op.inputs) - len(body.inputs) :]
-            self._passed.update((a.op, tensor) for a, tensor in zip(body.inputs, passed))
+            self._passed.update((each.op, passed) for each, passed in parameters(op, body))
             terms.append(self._terms(body.outputs[index]))
         return _union(terms)
 

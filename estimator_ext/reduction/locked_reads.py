@@ -20,7 +20,7 @@ itself: in a step it comes before the update, and who fetches the variable gets 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -39,9 +39,9 @@ from estimator_ext.graphs.operation_kinds import GATHERS, READS
 from estimator_ext.graphs.walks import (
     CALLS,
     PASSES_VARIABLE,
-    arguments_of,
     functions_called,
     operations_before,
+    uses,
 )
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -130,11 +130,10 @@ def _lock(
     """Makes an operation that takes the handle of a variable wait for its value."""
     if op.type in _NEED_NO_VALUE or (op in starts and not can_lock(op)):
         return
-    uses = list(_uses(op, variable.handle))
-    is_change = uses == [op] and op.type not in READS
-    if is_change:
+    users = [user for user, _ in uses(op, variable.handle)]
+    if users == [op] and op.type not in READS:  # a change
         return
-    if not can_lock(op) or not all(each.type in READS for each in uses):
+    if not can_lock(op) or not all(each.type in READS for each in users):
         raise hostopt.ConfigError(
             f"{op.name!r} uses variable {variable.op.name!r} in a branch, a loop or a function, "
             "perhaps while the ranks divide its update. Use its value, by tf.identity(variable), "
@@ -203,13 +202,3 @@ def _protect(value: tf.Tensor, seen: set[tf.Operation]) -> None:
         with tf.device(value.device):
             copy = tf.raw_ops.DeepCopy(x=value)
         replace_inputs(op, value, copy)
-
-
-def _uses(op: tf.Operation, handle: tf.Tensor) -> Iterator[tf.Operation]:
-    """Yields what reads or changes a variable that one of its consumers takes."""
-    within = op.outputs if PASSES_VARIABLE.match(op.type) else list(arguments_of(op, handle))
-    if not within:
-        yield op
-    for each in within:
-        for consumer in each.consumers():
-            yield from _uses(consumer, each)

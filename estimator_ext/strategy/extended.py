@@ -25,6 +25,7 @@ from estimator_ext._tf_private import (
     could_possibly_record,
     record_operation,
     scaled_loss,
+    select_replica,
     set_initializer,
     variable_accessed,
 )
@@ -257,8 +258,8 @@ class HostOffloadExtended(_RankExtended):
         return self._on_device(colocate_with[0], fn, args, kwargs, group)
 
     def _on_device(self, device: str, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
-        with tf.device(device), UpdateContext(device):
-            result = fn(*args, **kwargs)
+        with tf.device(device), UpdateContext(0):
+            result = fn(*select_replica(0, args), **select_replica(0, kwargs))
             return result if group else tf.nest.map_structure(self._local_results, result)
 
     def non_slot_devices(self, var_list: Any) -> tuple[str]:
@@ -295,6 +296,9 @@ class ReplicaContext(OneDeviceReplicaContext):
 
     The gradient of TensorFlow's own `all_reduce` would count each rank once.
     """
+
+    def __init__(self, strategy: Any, replica: int = 0) -> None:
+        tf.distribute.ReplicaContext.__init__(self, strategy, replica)
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Reduces tensors over the ranks, as `tf.distribute.ReplicaContext.all_reduce` does."""

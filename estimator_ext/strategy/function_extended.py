@@ -19,7 +19,6 @@ import hostopt
 from estimator_ext._tf_private import (
     VARIABLE_POLICIES,
     DistributedVariable,
-    UpdateContext,
     create_mirrored_variable,
     is_compiled_by_xla,
     options_in_graph,
@@ -114,7 +113,7 @@ class _Replica(HostOffloadExtended):
             return super()._call_for_each_replica(fn, args, kwargs)
         was_running, self._runs.now = self.is_running, True
         try:
-            replica = FunctionReplicaContext(self._strategy)
+            replica = ReplicaContext(self._strategy, self._strategy.cluster.rank or 0)
             with tf.device(self._step_device), self._seed.hidden(), replica:
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         finally:
@@ -293,26 +292,7 @@ class FunctionExtended(_Replica):
     def update_variable(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         """Calls a function that updates a variable, on the device of the variable."""
         component = var.values[0] if isinstance(var, DistributedVariable) else var
-        return self._run_update(component.device, fn, (component, *args), kwargs, group)
-
-    def _update_non_slot(
-        self, colocate_with: Any, fn: Any, args: Any, kwargs: Any, group: bool
-    ) -> Any:
-        if not in_functions():
-            return super()._update_non_slot(colocate_with, fn, args, kwargs, group)
-        return self._run_update(colocate_with[0], fn, args, kwargs, group)
-
-    def _run_update(self, device: str, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
-        with tf.device(device), UpdateContext(0):
-            result = fn(*select_replica(0, args), **select_replica(0, kwargs or {}))
-            return result if group else tf.nest.map_structure(self._local_results, result)
-
-
-class FunctionReplicaContext(ReplicaContext):
-    """Context of a function that `strategy.run` calls; the replica is numbered by its rank."""
-
-    def __init__(self, strategy: Any) -> None:
-        tf.distribute.ReplicaContext.__init__(self, strategy, strategy.cluster.rank or 0)
+        return self._on_device(component.device, fn, (component, *args), kwargs, group)
 
 
 def _local(value: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Union
 
 import tensorflow as tf
 
+from estimator_ext.reduction.skipped_updates import run_if
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 from hostopt.gradients.nonfinite import ALLOW
 from hostopt.options import MAX_COUNT, shown
@@ -165,7 +166,7 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
                 self._optimizer.apply_gradients, args=(pairs, global_step)
             )
 
-        applied = _branch(finite, update)
+        applied = run_if(finite, update)
         with tf.control_dependencies(values):  # which were computed with the old scale
             return tf.group(applied, self._adapt(finite), name=name)
 
@@ -209,11 +210,3 @@ def _check(scale: Any, growth_steps: Any) -> None:
             f"growth_steps is {shown(growth_steps)}, wanted a whole number from 0 to {MAX_COUNT}. "
             "Give one, or leave it out"
         )
-
-
-def _branch(condition: tf.Tensor, operation: Callable[[], tf.Operation]) -> tf.Tensor:
-    def run() -> tf.Tensor:
-        with tf.control_dependencies([operation()]):
-            return tf.constant(True)
-
-    return tf.cond(condition, run, lambda: tf.constant(False))
