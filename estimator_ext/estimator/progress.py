@@ -73,9 +73,6 @@ class StepTimestamps:
     """Operations that note times in a step, and the number of its examples.
 
     All ranks must create them, as their graphs must be the same.
-
-    Args:
-      weights: of the ranks' batches, for which a rank waits until all have their input.
     """
 
     def __init__(self, spec: StockSpec, weights: BatchWeights | None) -> None:
@@ -88,6 +85,7 @@ class StepTimestamps:
         with tf.device(HOST_DEVICE), tf.name_scope("progress"):
             self.examples = tf.shape(batches[-1])[0] if batches else tf.constant(0)
             self.times = {
+                # a rank waits for the weights of batches until all have their input
                 "input_s": _time_after([weights.mean_weight] if weights else inputs),
                 "copies_s": _time_after([v for v in cached if v is not None and v.op in outer]),
                 "gradients_s": _time_after([tf.identity(g) for g in _from_accelerator(outer)]),
@@ -103,8 +101,7 @@ def _time_after(waited: Sequence[Any]) -> tf.Tensor:
 def _from_accelerator(step: Collection[tf.Operation]) -> list[tf.Tensor]:
     """Returns what the host receives from the accelerator for the updates of a step.
 
-    Args:
-      step: operations outside branches and loops, in topological order.
+    The operations of the step are outside branches and loops, in topological order.
     """
 
     def is_on_host(device: str) -> bool:
@@ -147,7 +144,6 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
 
     Args:
       fetches: loss, examples and times of a step; any of them may be missing.
-      communication: reducers of the graph and the report on all ranks.
       batches: number of batches of all ranks in a run of the session.
       hooks: one of them may know the last step.
       summary_steps: steps between two summaries; 0 for none.
@@ -345,7 +341,6 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
 
     Args:
       communicator: for this hook alone (a `duplicate`).
-      reducers: at least one.
       config: `save_summary_steps` of rank 0 is the number of steps between two reports.
     """
 

@@ -141,8 +141,7 @@ class TrainingGraph:
     def build(self, functions: ModelFunctions, stack: contextlib.ExitStack) -> None:
         """Builds the step and its hooks in the default graph. Collective.
 
-        Args:
-          stack: receives the scopes of the savers and of the data workers, as long as it trains.
+        The stack receives the scopes of the savers and of the data workers, as long as it trains.
         """
         graph = tf.compat.v1.get_default_graph()
         parts = (self.strategy, self.reduction, self.config)
@@ -198,9 +197,8 @@ class TrainingGraph:
     def _reduce(self, data: Collection[tf.Operation]) -> tuple[Updates | None, Mapping[str, str]]:
         """Builds the reductions of the step.
 
-        Returns:
-          The updates of variables in the step, None for a single rank; and, by name of a variable,
-          a description of the values in its updates that may differ by rank.
+        Returns the updates of variables in the step, None for a single rank; and, by name of a
+        variable, a description of the values in its updates that may differ by rank.
         """
         graph, reduction = tf.compat.v1.get_default_graph(), self.reduction
         targets = operations_of_step(self.spec)
@@ -375,20 +373,13 @@ def build(
 
 
 class TrainingInput(NamedTuple):
-    """Tensors and hooks of the input of a training.
-
-    Args:
-      hooks: hooks that initialize the iterators.
-      has_next: scalar of bool that reads a batch; False or an OutOfRangeError means that the data
-        have ended.
-      counter: None if the batches are not counted.
-    """
+    """Tensors and hooks of the input of a training."""
 
     features: Any
     labels: Any
-    hooks: list[Any]
-    has_next: tf.Tensor
-    counter: BatchCounter | None
+    hooks: list[Any]  # that initialize the iterators
+    has_next: tf.Tensor  # of bool, reads a batch; False or OutOfRangeError if the data have ended
+    counter: BatchCounter | None  # None if the batches are not counted
 
 
 def build_input(
@@ -399,10 +390,9 @@ def build_input(
     is_sharded: bool,
     stack: contextlib.ExitStack,
 ) -> TrainingInput:
-    """Builds the input of a training step. Collective.
+    """Builds the input of a training step, with its accumulation and weights. Collective.
 
     Args:
-      reduction: gets the accumulation and the weights of batches.
       is_sharded: True if input_fn itself shards the data, because it takes an input context.
       stack: receives the scopes in which the data workers are watched and errors are explained.
     """

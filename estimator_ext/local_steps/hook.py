@@ -44,24 +44,15 @@ _CHECK_S = 1.0  # between two exchanges of requests to stop
 
 
 class RankState(NamedTuple):
-    """Progress of a rank since the last synchronisation, and its requests.
-
-    Args:
-      increment: increment of global_step in its steps; 0 while unknown.
-      step_s: duration of its steps, in seconds; 0 if it has made none.
-      saves: 1 if it is about to save.
-      stops: 1 if it requests a stop.
-      has_ended: 1 if its data or its training have ended.
-      checksum: CRC-32 of its variables after the last synchronisation.
-    """
+    """Progress of a rank since the last synchronisation, and its requests, which are 1 or 0."""
 
     step: float
-    increment: float
-    step_s: float
-    saves: float
-    stops: float
-    has_ended: float
-    checksum: float
+    increment: float  # of global_step in its steps; 0 while unknown
+    step_s: float  # duration of its steps; 0 if it has made none
+    saves: float  # it is about to save
+    stops: float  # it requests a stop
+    has_ended: float  # its data or its training have ended
+    checksum: float  # CRC-32 of its variables after the last synchronisation
 
 
 class _Pending(NamedTuple):
@@ -76,10 +67,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     """Synchronises the ranks; it must come before hooks that save. All ranks must have it.
 
     Args:
-      strategy: the `HostOffloadStrategy` of the training.
-      stops: the hook that ends the training on all ranks.
       examples: scalar, the number of examples in a step.
-      config: configuration of the Estimator.
       hooks: hooks of this rank, of which one knows its signals.
     """
 
@@ -297,18 +285,12 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     def _exchange(
         self, state: RankState, examples: Sequence[float]
     ) -> tuple[list[RankState], list[list[float]]]:
-        """Exchanges the states of the ranks. Collective: all ranks must call it.
+        """Exchanges states, and the numbers of examples since each fragment was synchronised.
 
-        Args:
-          state: the state of this rank.
-          examples: number of its examples since the last synchronisation of each fragment.
-
-        Returns:
-          The states, and the examples of each fragment, each in the order of ranks.
+        Collective: all ranks must call it. Both results are in the order of ranks.
         """
-        name = "the states of the ranks"
         local = np.array([*state, *examples], np.float64)
-        rows = self._communicator.all_gather(local, name)
+        rows = self._communicator.all_gather(local, "the states of the ranks")
         states = [RankState(*row) for row in rows[:, : len(state)].tolist()]
         differing = [r for r, each in enumerate(states) if each.checksum != states[0].checksum]
         if differing:
@@ -339,15 +321,6 @@ class SyncSchedule:
     """Counts the steps to the next synchronisation, and learns early of requests to stop.
 
     A rank whose data have ended counts on, without steps.
-
-    Args:
-      flags: `stop` is the request of this rank.
-      stops: knows the step at which all ranks stop.
-
-    Attributes:
-      step: global_step of the ranks that have data, at the last synchronisation.
-      position: number of steps since then; `is_due` counts them.
-      is_whole_next: True if the next synchronisation is that of the whole model.
     """
 
     def __init__(
@@ -366,10 +339,11 @@ class SyncSchedule:
         self._check_steps = 1  # between two exchanges of requests
         self._next_check = 1  # position
         self._size = communicator.size
-        self.step = self.position = 0
+        self.step = 0  # global_step of the ranks that have data, at the last synchronisation
+        self.position = 0  # number of steps since then
         self._step_s = 0.0  # duration of a step on the slowest rank; 0 while unknown
         self._increment = 1  # of global_step in a step
-        self.is_whole_next = False
+        self.is_whole_next = False  # the next synchronisation is that of the whole model
 
     @property
     def has_begun(self) -> bool:
@@ -382,12 +356,7 @@ class SyncSchedule:
         self._increment = max(1, *(int(state.increment) for state in states))
 
     def begin(self, step: int, *, is_last: bool = False) -> None:
-        """Begins the steps to the next synchronisation.
-
-        Args:
-          step: global_step of the ranks that have data.
-          is_last: True if no steps follow.
-        """
+        """Begins the steps to the next synchronisation, if any follow the last one."""
         step_s, increment = self._step_s, self._increment
         interval = self._options.interval(step, step_s)
         left = self._stops.last_step - step
@@ -401,8 +370,7 @@ class SyncSchedule:
     def is_due(self, step_s: float) -> bool:
         """Returns True if a synchronisation follows a step on all ranks; call it once a step.
 
-        Args:
-          step_s: duration of a step of this rank, in seconds; 0 without steps.
+        `step_s` is the duration of a step of this rank; 0 without steps.
         """
         if self.position >= self._interval:
             return True

@@ -17,15 +17,7 @@ from hostopt.tensorflow.background import HOST_DEVICE
 
 
 class ReplicaPart:
-    """Variables of one dtype, and their values after the last synchronisation.
-
-    Args:
-      variables: the variables, in the default graph.
-      compression: format of the differences on the wire; None for none.
-
-    Attributes:
-      anchor: the values after the last synchronisation, of shape [n].
-    """
+    """Variables of one dtype, and their values after the last synchronisation, of shape [n]."""
 
     def __init__(
         self,
@@ -66,12 +58,12 @@ class ReplicaPart:
     def read_first_anchor(self, session: tf.compat.v1.Session) -> None:
         """Reads the variables as anchor before the first step, and checks that it is finite."""
         self.read_anchor(session)
-        if not all_finite(self.anchor):
-            raise hostopt.NonFiniteGradientError(
-                f"variable {self._nonfinite_name(self.anchor)!r} is NaN or Inf before the "
-                "first step, and local steps synchronise what the steps change in it. Initialize "
-                "it with finite numbers, or leave sync_every, sync_secs and outer_optimizer out"
-            )
+        self._check_finite(
+            self.anchor,
+            "is NaN or Inf before the first step, and local steps synchronise what the steps "
+            "change in it. Initialize it with finite numbers, or leave sync_every, sync_secs and "
+            "outer_optimizer out",
+        )
 
     def split(self, flat: Any) -> list[Any]:
         """Returns the values of the variables in an array of shape [n], as views if possible."""
@@ -97,14 +89,13 @@ class ReplicaPart:
 
     def check_anchor(self, step: int) -> None:
         """Checks that the anchor is finite, with the same result on all ranks."""
-        if not all_finite(self.anchor):
-            name = self._nonfinite_name(self.anchor)
-            raise hostopt.NonFiniteGradientError(
-                f"variable {name!r} is NaN or Inf after the synchronisation at step {step}, and "
-                "the variables of the ranks were finite. Lower the learning rate of the outer "
-                "optimizer, or use another sync_compression",
-                step=step,
-            )
+        self._check_finite(
+            self.anchor,
+            f"is NaN or Inf after the synchronisation at step {step}, and the variables of the "
+            "ranks were finite. Lower the learning rate of the outer optimizer, or use another "
+            "sync_compression",
+            step=step,
+        )
 
     def take(self, session: tf.compat.v1.Session, step: int) -> Difference:
         """Returns the anchor minus the variables, which an outer optimizer takes as gradient.
@@ -113,30 +104,26 @@ class ReplicaPart:
         """
         local = self.read(session)
         values = self.anchor - local
-        if not all_finite(values):
-            cluster, rank = self.communicator.transport.cluster, self.communicator.rank
-            raise hostopt.NonFiniteGradientError(
-                f"variable {self._nonfinite_name(values)!r} of {cluster.describe(rank)} is NaN or "
-                f"Inf at the synchronisation after step {step}. Look at its data and its loss, "
-                "lower the learning rate or clip",
-                **cluster.attributes(rank),
-                step=step,
-            )
+        cluster, rank = self.communicator.transport.cluster, self.communicator.rank
+        self._check_finite(
+            values,
+            f"of {cluster.describe(rank)} is NaN or Inf at the synchronisation after step {step}. "
+            "Look at its data and its loss, lower the learning rate or clip",
+            **cluster.attributes(rank),
+            step=step,
+        )
         return Difference(self, local, values)
 
-    def _nonfinite_name(self, flat: Any) -> str:
-        """Returns the first variable that is not finite, if one is not."""
-        finite = (np.isfinite(value).all() for value in self.split(flat))
-        return next(str(v.op.name) for v, good in zip(self.variables, finite) if not good)
+    def _check_finite(self, flat: Any, text: str, **attributes: Any) -> None:
+        """Raises an error with the name of the first variable that is not finite, and a text."""
+        if not all_finite(flat):
+            finite = (np.isfinite(value).all() for value in self.split(flat))
+            name = next(v.op.name for v, good in zip(self.variables, finite) if not good)
+            raise hostopt.NonFiniteGradientError(f"variable {name!r} {text}", **attributes)
 
 
 class Difference:
-    """Anchor minus variables of a rank; later the mean over the ranks.
-
-    Args:
-      local: values of the variables, of shape [n].
-      values: the difference, of shape [n].
-    """
+    """Anchor minus variables of a rank, of shape [n]; later the mean over the ranks."""
 
     def __init__(self, part: ReplicaPart, local: Any, values: Any) -> None:
         self.values = values

@@ -120,10 +120,6 @@ def divide_updates(
 ) -> tuple[list[Window], DividedSlots]:
     """Divides the updates of a step. Collective: all ranks must call it.
 
-    Args:
-      targets: what the step runs.
-      reduction: the `GradientReduction` of the step.
-
     Returns:
       The times in which the step has taken values away, whose ends it must run, too; and the
       slots.

@@ -40,14 +40,7 @@ _LINEAR += ("EnsureShape", "StopGradient", "Pack", "ConcatV2", "Sum", "Mean", "U
 def refuse_changed_parts(
     updates: Updates, data: Collection[tf.Operation], marks: Iterable[Mark], size: int
 ) -> None:
-    """Checks that the gradients of parts of a batch are added up before anything else.
-
-    Args:
-      updates: those of a step.
-      data: operations that return this rank's data.
-      marks: the gradients that will be reduced.
-      size: number of ranks.
-    """
+    """Checks that gradients of parts of a batch, which will be reduced, are first added up."""
     by_source: dict[str | None, list[Mark]] = {}
     for mark in marks:
         by_source.setdefault(updates.variable_of(mark.source.op), []).append(mark)

@@ -42,11 +42,7 @@ _DEFAULT_HANDLERS = {
 
 
 class Preemption:
-    """Signals that this rank or another one got during a training.
-
-    Args:
-      leave: function that leaves the ring in good order.
-    """
+    """Signals that this rank or another one got; `leave` leaves the ring in good order."""
 
     def __init__(self, leave: Callable[[], None]) -> None:
         self.signum = 0  # the first signal of this rank
@@ -126,11 +122,7 @@ class Preemption:
 
 
 class PreemptionHook(tf.compat.v1.train.SessionRunHook):
-    """Requests a stop after the step in which this rank got a signal.
-
-    Args:
-      preemption: signals of the training.
-    """
+    """Requests a stop after the step in which this rank got a signal."""
 
     def __init__(self, preemption: Preemption) -> None:
         self.preemption = preemption

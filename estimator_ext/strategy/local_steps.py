@@ -9,7 +9,16 @@ from typing import Any, Callable, Union
 import tensorflow as tf
 
 import hostopt
-from hostopt.options import MAX_COUNT, WIRE_FORMATS, YEAR_S, shown
+from hostopt.options import (
+    MAX_COUNT,
+    WIRE_FORMATS,
+    YEAR_S,
+    Choice,
+    Number,
+    check_option,
+    option,
+    shown,
+)
 
 SLOTS = (None, "average", "keep", "reset")
 COMPRESSIONS = (None, *WIRE_FORMATS, "int8", "int4")
@@ -42,25 +51,21 @@ class LocalSteps:
       hostopt.ConfigError: a value is not allowed.
     """
 
-    sync_every: int = 1
+    sync_every: int = option(1, Number(1, MAX_COUNT, whole=True))
     sync_secs: float | None = None
-    sync_warmup_steps: int = 0
+    sync_warmup_steps: int = option(0, Number(0, MAX_COUNT, whole=True))
     outer_optimizer: OuterOptimizer = None
-    sync_slots: str | None = None
-    sync_compression: str | None = None
-    sync_fragments: int = 1
-    sync_delay: int = 0
+    sync_slots: str | None = option(None, Choice(SLOTS))
+    sync_compression: str | None = option(None, Choice(COMPRESSIONS))
+    sync_fragments: int = option(1, Number(1, MAX_COUNT, whole=True))
+    sync_delay: int = option(0, Number(0, MAX_COUNT, whole=True))
 
     def __post_init__(self) -> None:
-        _check_count("sync_every", self.sync_every, 1)
-        _check_count("sync_warmup_steps", self.sync_warmup_steps, 0)
-        _check_count("sync_fragments", self.sync_fragments, 1)
-        _check_count("sync_delay", self.sync_delay, 0)
+        for each in fields(self):
+            if each.metadata:
+                check_option(each.name, each, getattr(self, each.name))
         if self.sync_secs is not None:
-            is_number = isinstance(self.sync_secs, (int, float)) and not isinstance(
-                self.sync_secs, bool
-            )
-            if not is_number or not 0 < self.sync_secs <= YEAR_S:
+            if Number(0, YEAR_S).wanted(self.sync_secs) or not self.sync_secs:
                 raise _error("sync_secs", self.sync_secs, f"None or seconds up to {YEAR_S:.0f}")
             if self.sync_every != 1:
                 raise _error("sync_secs", self.sync_secs, "None with sync_every")
@@ -68,12 +73,6 @@ class LocalSteps:
         if not (outer is None or isinstance(outer, _Optimizer) or callable(outer)):
             wanted = "an optimizer of tf.compat.v1.train, or a function that returns one"
             raise _error("outer_optimizer", outer, wanted)
-        for name, value, choices in (
-            ("sync_slots", self.sync_slots, SLOTS),
-            ("sync_compression", self.sync_compression, COMPRESSIONS),
-        ):
-            if not (value is None or isinstance(value, str)) or value not in choices:
-                raise _error(name, value, f"one of {', '.join(map(repr, choices))}")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -144,12 +143,6 @@ class LocalSteps:
         outer = None if self.outer_optimizer is None else "an optimizer"
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: str(value) for name, value in {**values, "outer_optimizer": outer}.items()}
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole or not least <= value <= MAX_COUNT:
-        raise _error(name, value, f"a whole number from {least} to {MAX_COUNT}")
 
 
 def _error(name: str, value: Any, wanted: str) -> hostopt.ConfigError:
