@@ -436,17 +436,9 @@ def build_input(
         if needs.join and reduction.accumulation is None:  # compute nothing without data
             with tf.control_dependencies([weights.mean_weight]):
                 batch = tf.nest.map_structure(tf.identity, batch)
-    features, labels = _features_and_labels(batch)
+    features, labels, _ = _tf_estimator.parse_input_fn_result(batch)
     more = is_new if needs.join else has_next((features, labels))
     return TrainingInput(features, labels, [*watch, *hooks], more, counter)
-
-
-def _features_and_labels(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, (list, tuple)):
-        return batch, None
-    if len(batch) != 2:
-        raise ValueError("input_fn should return (features, labels) as a len 2 tuple.")
-    return batch[0], batch[1]
 
 
 def _share_of_rank(

@@ -24,7 +24,6 @@ TensorFlow has not allocated its memory; so the other ranks, which read that mem
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,6 +49,7 @@ from estimator_ext.reduction.divided_slots import (
     part_variable,
 )
 from estimator_ext.reduction.locked_reads import Window, can_lock, initializing
+from hostopt.collectives.communicator import all_gather_json
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.divided_update import DividedUpdate
@@ -167,10 +167,7 @@ def _on_all_ranks(
         user = _only_user(total, by_op, reduction.means)
         if user is not None:
             local[user.variable.op.name] = name
-    texts = communicator.all_gather_bytes(
-        json.dumps(local).encode(), "the updates that each rank can divide"
-    )
-    of_ranks = [json.loads(text) for text in texts]
+    of_ranks = all_gather_json(communicator, local, "the updates that each rank can divide")
     common = [e for e in updates if all(e.variable.op.name in each for each in of_ranks)]
     alone: dict[str, _Update] = {}
     for each in common:
