@@ -64,11 +64,6 @@ class Parts(NamedTuple):
     between_steps: float
 
 
-class _Sample(NamedTuple):
-    parts: Parts
-    communication_ms: float
-
-
 class StepTimestamps:
     """Operations that note times in a step, and the number of its examples.
 
@@ -168,10 +163,11 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
         self._first_step = self._summary_step = self._runs = 0
         self._begin_s = self._run_begin_s = self._next_sample_s = self._next_write_s = 0.0
         self._to_wall_s = 0.0  # from the monotonic clock to that of the operations
-        self._unfinished: tuple[_Sample, float, float] | None = None
+        # parts, communication_ms, end_s, and the time of saves before
+        self._unfinished: tuple[Parts, float, float, float] | None = None
         self._is_sampled = False
         self._loss: float | None = None
-        self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
+        self._samples: deque[tuple[Parts, float]] = deque(maxlen=_SAMPLES)
         self._examples: deque[int] = deque(maxlen=_SAMPLES)
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=_RATE_WRITES)
 
@@ -237,18 +233,17 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             max(1e3 * (end_s - computed_s) - exposed_ms, 0.0),
             0.0,
         )
-        sample = _Sample(parts, times.communication_ms if times else 0.0)
-        self._unfinished = sample, end_s, self.saves.total_s
+        communication_ms = times.communication_ms if times else 0.0
+        self._unfinished = parts, communication_ms, end_s, self.saves.total_s
 
     def _finish_sample(self, now_s: float) -> None:
         """Adds the time between the sampled step and the next one, without saves."""
         if self._unfinished is None:
             return
-        sample, end_s, saves_s = self._unfinished
+        parts, communication_ms, end_s, saves_s = self._unfinished
         self._unfinished = None
         between_ms = 1e3 * max(now_s - end_s - (self.saves.total_s - saves_s), 0.0)
-        parts = sample.parts._replace(between_steps=between_ms)
-        self._samples.append(sample._replace(parts=parts))
+        self._samples.append((parts._replace(between_steps=between_ms), communication_ms))
 
     def _write(self, session: Any, is_ended: bool = False) -> None:
         step, now_s = read_global_step(session), time.monotonic()
@@ -281,16 +276,16 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
         self._add_summary(step, values.get("times_ms", {}))
 
     def _measured(self) -> dict[str, Any]:
-        samples = sorted(self._samples, key=lambda sample: sum(sample.parts))
+        samples = sorted(self._samples, key=lambda sample: sum(sample[0]))
         if len(samples) < _MIN_SAMPLES:
             return {}
         samples = samples[: -1 - math.ceil(_OUTLIERS * len(samples))]
-        means = [statistics.fmean(part) for part in zip(*(each.parts for each in samples))]
-        times_ms = Parts(*means)._asdict()
+        parts, communication_ms = zip(*samples)
+        times_ms = Parts(*map(statistics.fmean, zip(*parts)))._asdict()
         values: dict[str, Any] = {
             "times_ms": {**times_ms, "save": 1e3 * self.saves.total_s / self._runs}
         }
-        total_ms = statistics.fmean(each.communication_ms for each in samples)
+        total_ms = statistics.fmean(communication_ms)
         if total_ms:
             values["communication_ms"] = total_ms
             values["hidden_percent"] = 100 * (1 - times_ms["exposed_communication"] / total_ms)

@@ -55,14 +55,6 @@ class RankState(NamedTuple):
     checksum: float  # CRC-32 of its variables after the last synchronisation
 
 
-class _Pending(NamedTuple):
-    """A synchronisation in the background."""
-
-    fragment: Fragment
-    differences: list[Difference]
-    states: Future[list[RankState]]
-
-
 class SyncHook(tf.compat.v1.train.SessionRunHook):
     """Synchronises the ranks; it must come before hooks that save. All ranks must have it.
 
@@ -98,7 +90,8 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._preemptions = [h.preemption for h in hooks if isinstance(h, PreemptionHook)]
         # the main thread and the one in the background take turns in collectives
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hostopt-synchronisation")
-        self._pending: _Pending | None = None
+        # a synchronisation in the background
+        self._pending: tuple[Fragment, list[Difference], Future[list[RankState]]] | None = None
         self._global_step: Any = None
         self._step = 0  # of this rank
         self._increment = 0  # of global_step in a step of this rank; 0 while unknown
@@ -257,7 +250,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         states = self._background.submit(
             self._exchange_and_reduce, state, self._examples[number], differences
         )
-        self._pending = _Pending(fragment, differences, states)
+        self._pending = fragment, differences, states
         self._examples[number] = 0.0
         self._next_fragment = (number + 1) % len(self._replicas.fragments)
 
