@@ -59,6 +59,19 @@ def check_policy(policy: str | None) -> None:
         )
 
 
+def policy_of(dataset: tf.data.Dataset) -> Any:
+    """Returns the `AutoShardPolicy` in the options of a dataset."""
+    with options_in_graph():
+        return dataset.options().experimental_distribute.auto_shard_policy
+
+
+def with_policy(dataset: tf.data.Dataset, policy: str) -> tf.data.Dataset:
+    """Returns a dataset that TensorFlow shards as the option auto_shard says."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = POLICIES[policy]
+    return dataset.with_options(options)
+
+
 @contextlib.contextmanager
 def dividing(
     communicator: hostopt.Communicator,
@@ -121,8 +134,7 @@ class _Shards:
 
     def of_dataset(self, data: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the shard of a dataset, as TensorFlow's own strategies make it."""
-        with options_in_graph():
-            current = data.options().experimental_distribute.auto_shard_policy
+        current = policy_of(data)
         if current == _AutoShard.OFF:
             return data
         if any(op.type == "ShardDataset" for op in walk([variant_tensor(data).op])):
@@ -131,10 +143,7 @@ class _Shards:
                 f"divided once more, the ranks would read a part of a part. {_ALL}"
             )
         if current == _AutoShard.AUTO:
-            current = POLICIES[self._policy]
-            options = tf.data.Options()
-            options.experimental_distribute.auto_shard_policy = current
-            data = data.with_options(options)
+            current, data = POLICIES[self._policy], with_policy(data, self._policy)
         if current != _AutoShard.FILE:
             data, _ = self._check.in_one_order(data, self._config)
         with tf.device(HOST_DEVICE):

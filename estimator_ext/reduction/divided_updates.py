@@ -284,7 +284,6 @@ def _can_divide(
 
 
 def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
-    """Divides updates."""
     ops, updates = tf.raw_ops, group.updates
     variables = [each.variable for each in updates]
     ready = list(dict.fromkeys(op for each in updates for op in runs_before(each.op)))

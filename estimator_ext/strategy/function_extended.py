@@ -21,14 +21,13 @@ from estimator_ext._tf_private import (
     DistributedVariable,
     create_mirrored_variable,
     is_compiled_by_xla,
-    options_in_graph,
     select_replica,
     variant_tensor,
 )
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.data_order import OrderCheck
 from estimator_ext.pipelines.pipeline import reads_files
-from estimator_ext.pipelines.sharding import POLICIES, CommonSeed
+from estimator_ext.pipelines.sharding import CommonSeed, policy_of, with_policy
 from estimator_ext.strategy.extended import HostOffloadExtended, ReplicaContext, in_functions
 from estimator_ext.strategy.mirrored_variables import (
     CLASSES,
@@ -131,7 +130,7 @@ class _Replica(HostOffloadExtended):
         if not self._is_alone:
             if in_functions():
                 _check_lengths(self.ring(), dataset)
-                dataset = _with_policy(dataset, self.auto_shard)
+                dataset = with_policy(dataset, self.auto_shard) if self.auto_shard else dataset
             dataset = _in_one_order(self._order_check(), dataset, self._seed)
         return super()._experimental_distribute_dataset(dataset, options)
 
@@ -336,19 +335,9 @@ def _refuse_keras_3() -> None:
 # -- datasets --------------------------------------------------------------------------------
 
 
-def _with_policy(dataset: Any, policy: str | None) -> Any:
-    """Returns a dataset that TensorFlow shards as the option auto_shard says."""
-    if policy is None:
-        return dataset
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = POLICIES[policy]
-    return dataset.with_options(options)
-
-
 def _in_one_order(check: OrderCheck, dataset: Any, seed: CommonSeed) -> Any:
     """Checks that ranks that shard by position have the same data in one order; collective."""
-    with options_in_graph():
-        policy = dataset.options().experimental_distribute.auto_shard_policy
+    policy = policy_of(dataset)
     graph = getattr(variant_tensor(dataset), "graph", None)
     # what a function has created cannot be read
     if policy in (_POLICY.OFF, _POLICY.FILE) or (graph is not None and graph.building_function):
