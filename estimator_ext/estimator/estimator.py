@@ -56,7 +56,7 @@ from estimator_ext.input.reads import prefetched
 from estimator_ext.options import options_of
 from estimator_ext.session.guard import SessionCloseHook
 from estimator_ext.session.hooks import EventsFilePerProcessHook
-from estimator_ext.session.preemption import Preemption, PreemptionHook
+from estimator_ext.session.preemption import PreemptionHook
 from estimator_ext.spec import Hooks, stock_spec
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 
@@ -147,8 +147,8 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
                 hooks = [*(hooks or ()), SessionCloseHook()]
                 super().train(input_fn, hooks, steps, max_steps, saving_listeners)
             return self
-        preemption = Preemption(strategy.close)
-        hooks = [*(hooks or ()), PreemptionHook(preemption)]
+        preemption = PreemptionHook(strategy.close)
+        hooks = [*(hooks or ()), preemption]
         with (
             preemption.handled(),
             _errors_name_checkpoint(self._model_dir),

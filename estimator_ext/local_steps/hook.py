@@ -87,7 +87,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._knows_examples = options_of(config).accumulate_steps == 1
         self._ends_together = options_of(config).uneven_data == "stop"
         self._checks = strategy.options.desync_check_steps > 0
-        self._preemptions = [h.preemption for h in hooks if isinstance(h, PreemptionHook)]
+        self._preemptions = [each for each in hooks if isinstance(each, PreemptionHook)]
         # the main thread and the one in the background take turns in collectives
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hostopt-synchronisation")
         # a synchronisation in the background

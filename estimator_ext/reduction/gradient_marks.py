@@ -127,11 +127,6 @@ class MarkedGraph(tf.Graph):
         self.penalties.prepare(kind)
         return kind
 
-    @property
-    def factors(self) -> list[tf.Operation]:
-        """Factors that make the terms of a loss parts of the ranks."""
-        return [*self.scale_factors, *self.penalties.factors.values()]
-
     def is_scaled(self, targets: Sequence[Any]) -> bool:
         """Returns True if targets depend on a loss that an optimizer has divided by the ranks.
 
