@@ -147,7 +147,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
     def __init__(
         self,
         fetches: Mapping[str, tf.Tensor],
-        communication: tuple[Sequence[AnyReducer], StepReportHook | None],
+        report: StepReportHook | None,
         batches: int,
         hooks: Sequence[Any],
         model_dir: str,
@@ -155,7 +155,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
     ) -> None:
         self.saves = SaveTimes()
         self._fetches = dict(fetches)
-        self._reducers, self._report = communication
+        self._report = report
         self._batches = batches
         self._hooks = hooks
         self._model_dir = model_dir
@@ -221,7 +221,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values[name] - self._to_wall_s
             for name in ("input_s", "copies_s", "gradients_s", "end_s")
         )
-        times = _last_times(self._reducers, self._run_begin_s)
+        times = _last_times(self._report.reducers, self._run_begin_s) if self._report else None
         computed_s = times.last_launch_s if times else gradients_s
         exposed_ms = times.exposed_ms if times else 0.0
         begin_s = max(input_s, copies_s)
@@ -347,7 +347,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         model_dir: str | None,
     ) -> None:
         self._communicator = communicator
-        self._reducers = reducers
+        self.reducers = reducers
         self._every_steps = config.save_summary_steps or 0
         self._model_dir = model_dir
         self._steps_per_run = options_of(config).iterations_per_loop
@@ -376,7 +376,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._step, self._every_steps = (int(number) for number in numbers)
         self._communicator.transport.training_step = self._step
         self._reports.begin(self._step)
-        for reducer in self._reducers:
+        for reducer in self.reducers:
             reducer.count_from(self._step)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
@@ -387,7 +387,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._communicator.transport.training_step = self._step
         if not every or self._step // every == before // every:
             return
-        times = _last_times(self._reducers)
+        times = _last_times(self.reducers)
         if times is not None:  # the same on all ranks: None if nothing has been reduced yet
             self._sent = self._step, times
             self._reports.send(*self._sent)

@@ -276,7 +276,7 @@ class TrainingGraph:
         reports = (hook for hook in self.first_hooks if isinstance(hook, StepReportHook))
         return ProgressHook(
             fetches,
-            (tuple(self.reduction.reducers), next(reports, None)),
+            next(reports, None),
             self._communicator.size * (accumulation.micro_batches if accumulation else 1),
             self.hooks,
             self.model_dir or "",

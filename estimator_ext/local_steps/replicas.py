@@ -295,11 +295,6 @@ def build_replicas(strategy: Any, spec: Any, data: Collection[tf.Operation]) -> 
     """Builds the outer steps, if there are any; None if ranks reduce gradients in each step.
 
     Collective: all ranks must call it.
-
-    Raises:
-      hostopt.ConfigError: a variable cannot be synchronised, its optimizer would undo it, or a
-        saver of the model_fn would not save the slots of the outer optimizer.
-      hostopt.CollectiveMismatchError: ranks have different steps, outer steps or options.
     """
     options, communicator = strategy.local_steps, strategy.communicator
     if not options.is_used:

@@ -86,9 +86,6 @@ def dividing(
 
     Yields:
       Function that takes the result of input_fn and returns the shard of this rank.
-
-    Raises:
-      UnsupportedError: the data are sharded already, cannot be sharded, or differ between ranks.
     """
     if policy in (None, "off"):
         if policy is None and communicator.rank == 0:
@@ -253,10 +250,8 @@ def _sharded_iterators(shards: _Shards) -> Iterator[list[Any]]:
     """Makes iterators and queues that are created within the block read the shard of this rank.
 
     The policy "data" also shards queues of rows of arrays or of a DataFrame, as
-    `tf.compat.v1.estimator.inputs` makes them: each rank reads every N-th row.
-
-    Yields:
-      List to which each dataset or array that is sharded is added.
+    `tf.compat.v1.estimator.inputs` makes them: each rank reads every N-th row. Each dataset or
+    array that is sharded is added to the list.
     """
     made: list[Any] = []
     enqueue = _tf_estimator.feeding._enqueue_data
