@@ -30,7 +30,6 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_private import save, timer_of
-from estimator_ext.local_steps.replica_part import Difference
 from estimator_ext.local_steps.replicas import Fragment, Replicas
 from estimator_ext.options import options_of
 from estimator_ext.session.coordinated_stop import Coordinated, EndStopSaveHook
@@ -91,7 +90,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         # the main thread and the one in the background take turns in collectives
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hostopt-synchronisation")
         # a synchronisation in the background
-        self._pending: tuple[Fragment, list[Difference], Future[list[RankState]]] | None = None
+        self._pending: tuple[Fragment, Future[list[RankState]]] | None = None
         self._global_step: Any = None
         self._step = 0  # of this rank
         self._increment = 0  # of global_step in a step of this rank; 0 while unknown
@@ -232,10 +231,9 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
             if not sum(examples[number]):  # no rank has made a step
                 continue
             weight = self._weight(examples[number])
-            differences = fragments[number].take(session, self._step)
-            for difference in differences:
-                difference.reduce(weight, is_whole=is_whole)
-            fragments[number].apply(session, differences, self._step)
+            fragments[number].take(session, self._step)
+            fragments[number].reduce(weight, is_whole=is_whole)
+            fragments[number].apply(session, self._step)
             self._examples[number] = 0.0
         if is_whole:
             self._replicas.complete(session, self._weight(examples[0]), self._step)
@@ -246,11 +244,11 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         """Begins the synchronisation of the next fragment in the background."""
         state, number = self._state(has_ended), self._next_fragment
         fragment = self._replicas.fragments[number]
-        differences = fragment.take(session, self._step)
+        fragment.take(session, self._step)
         states = self._background.submit(
-            self._exchange_and_reduce, state, self._examples[number], differences
+            self._exchange_and_reduce, state, self._examples[number], fragment
         )
-        self._pending = fragment, differences, states
+        self._pending = fragment, states
         self._examples[number] = 0.0
         self._next_fragment = (number + 1) % len(self._replicas.fragments)
 
@@ -258,21 +256,19 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         """Applies the synchronisation that runs in the background, if there is one."""
         if self._pending is None:
             return
-        (fragment, differences, future), self._pending = self._pending, None
+        (fragment, future), self._pending = self._pending, None
         states = future.result()
-        fragment.apply(session, differences, self._step, is_late=True)
+        fragment.apply(session, self._step, is_late=True)
         requests = sum(state.saves + state.stops + state.has_ended for state in states)
         self._schedule.is_whole_next |= bool(requests)
         self._schedule.note_speed(states)
 
     def _exchange_and_reduce(
-        self, state: RankState, examples: float, differences: Sequence[Difference]
+        self, state: RankState, examples: float, fragment: Fragment
     ) -> list[RankState]:
         """Exchanges states, and replaces differences of one fragment by their means."""
         states, (counts,) = self._exchange(state, [examples])
-        weight = self._weight(counts)
-        for difference in differences:
-            difference.reduce(weight, is_whole=False)
+        fragment.reduce(self._weight(counts), is_whole=False)
         return states
 
     def _exchange(

@@ -29,7 +29,7 @@ import hostopt
 from estimator_ext._tf_private import saved_as
 from estimator_ext.checkpoints.saving import has_own_saver
 from estimator_ext.graphs.fingerprint import read_updates
-from estimator_ext.local_steps.replica_part import Difference, ReplicaPart
+from estimator_ext.local_steps.replica_part import ReplicaPart
 from estimator_ext.spec import operations_of_step
 from estimator_ext.strategy.local_steps import LocalSteps
 from estimator_ext.variables.desync import checksum
@@ -155,30 +155,27 @@ class Fragment(NamedTuple):
             value = crc32(part.anchor.view(np.uint8), value)
         return value
 
-    def take(self, session: tf.compat.v1.Session, step: int) -> list[Difference]:
-        """Returns what the steps of this rank have changed since the last synchronisation."""
-        return [part.take(session, step) for part in self.parts]
+    def take(self, session: tf.compat.v1.Session, step: int) -> None:
+        """Takes what the steps of this rank have changed since the last synchronisation."""
+        for part in self.parts:
+            part.take(session, step)
 
-    def apply(
-        self,
-        session: tf.compat.v1.Session,
-        means: Sequence[Difference],
-        step: int,
-        *,
-        is_late: bool = False,
-    ) -> None:
+    def reduce(self, weight: float, *, is_whole: bool) -> None:
+        """Replaces the differences by their means; see `ReplicaPart.reduce`."""
+        for part in self.parts:
+            part.reduce(weight, is_whole=is_whole)
+
+    def apply(self, session: tf.compat.v1.Session, step: int, *, is_late: bool = False) -> None:
         """Replaces the variables by the synchronised ones.
 
         Args:
-          means: results of `take`, reduced over the ranks.
           is_late: True if this rank has made steps since `take`. It keeps the steps of trained
             variables, but not of others, as an average of squares could become negative.
         """
         if self.outer is not None:
-            self._apply_outer(session, self.outer, means[: len(self.trained)], is_late)
-            means = means[len(self.trained) :]
-        for mean in means:
-            mean.apply(session, is_late and mean.part not in self.others)
+            self._apply_outer(session, self.outer, is_late)
+        for part in self.parts[len(self.trained) if self.outer else 0 :]:
+            part.apply(session, is_late and part not in self.others)
         for part in self.parts:
             part.check_anchor(step)
         if self.reset:
@@ -186,20 +183,15 @@ class Fragment(NamedTuple):
             for part in (*self.others, *self.powers):
                 part.read_anchor(session)
 
-    def _apply_outer(
-        self,
-        session: tf.compat.v1.Session,
-        outer: OuterStep,
-        means: Sequence[Difference],
-        is_late: bool,
-    ) -> None:
-        progress = [mean.progress(session) if is_late else None for mean in means]
+    def _apply_outer(self, session: tf.compat.v1.Session, outer: OuterStep, is_late: bool) -> None:
+        progress = [part.progress(session) if is_late else None for part in self.trained]
         gradients = []
-        for part, mean in zip(self.trained, means):
+        for part in self.trained:
             part.assign_local(session, part.anchor)
-            gradients += part.split(mean.values)
+            gradients += part.split(part.difference)
         outer.run(session, gradients)
         for part, change in zip(self.trained, progress):
+            part.free()
             part.read_anchor(session)
             if change is not None:
                 part.assign_local(session, np.add(part.anchor, change, out=change))
@@ -251,9 +243,9 @@ class Replicas:
         Collective: all ranks must call it. The weights of all ranks add up to 1.
         """
         for part in self._kept:
-            difference = part.take(session, step)
-            difference.reduce(weight, is_whole=True)
-            difference.apply(session, is_late=False)
+            part.take(session, step)
+            part.reduce(weight, is_whole=True)
+            part.apply(session, is_late=False)
         for variable, value in zip(self._largest, session.run(self._largest)):
             largest = self._communicator.all_reduce(
                 value, hostopt.ReduceOp.MAX, f"variable {variable.op.name!r}"

@@ -224,14 +224,19 @@ def _logged_errors() -> Iterator[None]:
 
 def _checksums(elements: Iterator[Any]) -> list[int]:
     found: list[int] = []
-    deadline_s = time.monotonic() + LIMIT_S
     with _logged_errors():
-        for element in elements:
-            found.append(checksum(element))
-            if len(found) == COUNT or time.monotonic() > deadline_s:
-                return found
-        found.append(_END)
+        for element in _first(itertools.chain(elements, [None])):
+            found.append(_END if element is None else checksum(element))
     return found
+
+
+def _first(elements: Iterator[Any]) -> Iterator[Any]:
+    """Yields the elements to compare."""
+    deadline_s = time.monotonic() + LIMIT_S
+    for element in itertools.islice(elements, COUNT):
+        yield element
+        if time.monotonic() > deadline_s:
+            return
 
 
 def _sampled(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -296,12 +301,9 @@ def peek(state: Any) -> PeekedGenerator:
 def _begin(elements: Iterator[Any]) -> tuple[list[Any], list[int]]:
     """Takes the first elements; returns copies, as a generator may use an array again."""
     held, checksums = [], []
-    deadline_s = time.monotonic() + LIMIT_S
-    for element in itertools.islice(elements, COUNT):
+    for element in _first(elements):
         held.append(tf.nest.map_structure(_copy, element))
         checksums.append(checksum(tf.nest.flatten(element, expand_composites=True)))
-        if time.monotonic() > deadline_s:
-            break
     return held, checksums
 
 
