@@ -19,7 +19,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -429,32 +428,26 @@ def show_steps(
     The copy of the variables to the accelerator is measured from the input on, backward from the
     loss to the last launch, apply from the first return of a wait to the end of train_op.
     """
-    spans = _StepSpans(reducers, timeline)
-    with tf.device(HOST_DEVICE), tf.name_scope("timeline"):
-        times = [stamps.times["input_s"], stamps.times["copies_s"], _time_after([spec.loss])]
-        with tf.control_dependencies([spec.train_op]):
-            end = tf.numpy_function(spans.end, times, tf.int32, name="end")
-    return stock_spec(spec, train_op=end.op)
+    shown_step, span = -1, timeline.span
 
-
-@dataclass
-class _StepSpans:
-    reducers: Sequence[AnyReducer]
-    timeline: Timeline
-    shown_step: int = -1
-
-    def end(self, *since_epoch_s: float) -> np.int32:
+    def show(*since_epoch_s: float) -> np.int32:
+        nonlocal shown_step
         end_s, to_wall_s = time.monotonic(), time.time() - time.monotonic()
         input_s, copies_s, loss_s = (each_s - to_wall_s for each_s in since_epoch_s)
-        measured = [each.last_times for each in self.reducers if each.last_times]
-        if not measured or measured[0].step == self.shown_step:  # nothing was reduced
+        measured = [each.last_times for each in reducers if each.last_times]
+        if not measured or measured[0].step == shown_step:  # nothing was reduced
             return np.int32(0)
         times = merge(measured)
-        self.shown_step = step = times.step
+        shown_step = step = times.step
         begin_s = min(loss_s, times.last_launch_s)  # a launch may precede the loss
         copied_s = max(copies_s, input_s)  # copies that were renewed are there before
-        span = self.timeline.span
         span(Track.COPY, "copy", input_s, copied_s, step=step)
         span(Track.BACKWARD, "backward", begin_s, times.last_launch_s, step=step)
         span(Track.APPLY, "apply", times.first_return_s, end_s, step=step)
         return np.int32(0)
+
+    with tf.device(HOST_DEVICE), tf.name_scope("timeline"):
+        times = [stamps.times["input_s"], stamps.times["copies_s"], _time_after([spec.loss])]
+        with tf.control_dependencies([spec.train_op]):
+            end = tf.numpy_function(show, times, tf.int32, name="end")
+    return stock_spec(spec, train_op=end.op)
