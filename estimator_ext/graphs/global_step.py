@@ -10,10 +10,9 @@ import tensorflow as tf
 from estimator_ext._tf_private import (
     add_control_inputs,
     control_flow_context,
-    control_outputs,
     is_reference,
 )
-from estimator_ext.graphs.walks import done, operations_before, users, uses, walk
+from estimator_ext.graphs.walks import done, operations_before, runs_after, users, uses, walk
 
 _CHANGES = re.compile(r"Assign|(Resource)?(Scatter|CountUpTo|StridedSliceAssign)")
 
@@ -74,13 +73,8 @@ def _ends(read: tf.Operation) -> list[tf.Operation]:
             context = context.outer_context
         return context is None
 
-    def after(op: tf.Operation) -> list[tf.Operation]:
-        if is_outside(op):
-            return []
-        readers = [user for output in op.outputs for user in output.consumers()]
-        return list(dict.fromkeys([*readers, *control_outputs(op)]))
-
-    return [op for op in walk([read], after) if is_outside(op)]
+    after = walk([read], lambda op: [] if is_outside(op) else runs_after(op))
+    return [op for op in after if is_outside(op)]
 
 
 def changes(variable: tf.Variable) -> Iterator[tf.Operation]:

@@ -8,7 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import control_flow_context, get_func_graph, original_func_graph
+from estimator_ext._tf_private import (
+    control_flow_context,
+    control_outputs,
+    get_func_graph,
+    original_func_graph,
+)
 
 LOOPS_BACK = ("NextIteration", "RefNextIteration")
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
@@ -29,6 +34,12 @@ def data_before(op: tf.Operation) -> list[tf.Operation]:
 def runs_before(op: tf.Operation) -> list[tf.Operation]:
     """Returns the operations that run before one because of its inputs or control inputs."""
     return list(dict.fromkeys([*data_before(op), *op.control_inputs]))
+
+
+def runs_after(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations that one runs before because of its outputs or control outputs."""
+    readers = [reader for output in op.outputs for reader in output.consumers()]
+    return list(dict.fromkeys([*readers, *control_outputs(op)]))
 
 
 def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> list[tf.Operation]:

@@ -41,7 +41,9 @@ from estimator_ext.graphs.walks import (
     PASSES_VARIABLE,
     functions_called,
     operations_before,
+    runs_after,
     uses,
+    walk,
 )
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -113,15 +115,7 @@ class LockedReadsHook(tf.compat.v1.train.SessionRunHook):
 def _between(window: Window) -> set[tf.Operation]:
     """Returns the operations of a window."""
     before = operations_before([window.end])
-    found: set[tf.Operation] = set()
-    todo = [window.lock.op]
-    while todo:
-        op = todo.pop()
-        if op in before and op not in found:
-            found.add(op)
-            todo += [each for output in op.outputs for each in output.consumers()]
-            todo += control_outputs(op)
-    return found
+    return set(walk([window.lock.op], lambda op: before.intersection(runs_after(op))))
 
 
 def _lock(

@@ -80,7 +80,7 @@ def make_schedule(
     loss: tf.Operation,
     repeated: Sequence[tf.Operation],
 ) -> Schedule:
-    """Groups reductions into exchanges: [R1], [R3] to [R5]; alike on ranks with the same graph."""
+    """Groups reductions into exchanges: [R1], [R3] to [R5]. Ranks with the same graph agree."""
     unused, unused_results = _unused(targets, deferred, built)  # [R4]
     stand_ins = [op for each in unused for op in each.stand_ins]
     in_step, levels = _levels([*targets, *stand_ins, loss], deferred)  # [R1]
