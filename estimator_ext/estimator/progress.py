@@ -272,7 +272,10 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values["checkpoint_step"] = self.saves.last_step
             values["checkpoint_time_s"] = self.saves.last_s
         write_progress("training", values)
-        self._add_summary(step, values.get("times_ms", {}))
+        every = self._summary_steps
+        if every and step // every != self._summary_step // every:
+            self._summary_step = step
+            write_scalars(self._model_dir, "step_ms", values.get("times_ms", {}), step)
 
     def _measured(self) -> dict[str, Any]:
         samples = sorted(self._samples, key=lambda sample: sum(sample[0]))
@@ -289,12 +292,6 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values["communication_ms"] = total_ms
             values["hidden_percent"] = 100 * (1 - times_ms["exposed_communication"] / total_ms)
         return values
-
-    def _add_summary(self, step: int, times_ms: Mapping[str, float]) -> None:
-        every = self._summary_steps
-        if every and step // every != self._summary_step // every:
-            self._summary_step = step
-            write_scalars(self._model_dir, "step_ms", times_ms, step)
 
 
 def write_evaluation(metrics: dict[str, Any], name: str | None) -> dict[str, Any]:

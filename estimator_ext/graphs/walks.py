@@ -197,12 +197,9 @@ def with_called(nodes: Nodes, library: Mapping[str, Nodes]) -> Iterator[Nodes]:
         nodes = todo.pop()
         yield nodes
         for node in nodes:
-            for name in (node.op, *_functions_of(node)):  # TensorFlow 1 calls by the type
+            attributes = [value for _, value in sorted(node.attr.items())]
+            called = [each.name for a in attributes for each in (a.func, *a.list.func)]
+            for name in (node.op, *called):  # TensorFlow 1 calls by the type
                 if name in library and name not in found:
                     found.add(name)
                     todo.append(library[name])
-
-
-def _functions_of(node: Any) -> Iterator[str]:
-    for _, attribute in sorted(node.attr.items()):
-        yield from (each.name for each in [attribute.func, *attribute.list.func] if each.name)

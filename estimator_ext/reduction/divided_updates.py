@@ -351,17 +351,13 @@ def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: boo
         gradient, indices = _rows_of(gradient, op.inputs[where], start, start + shape[0])
         replace_input(op, where, of_unknown_shape(indices))
     elif not is_scattered:
-        gradient = _flat(gradient)[part]
+        gradient = tf.reshape(gradient, [-1])[part]
     replace_input(op, update.gradient, of_unknown_shape(gradient))
     with tf.control_dependencies([op]):  # [U4]
         # else TensorFlow would copy what an operation with rows has updated
         read = ops.DisableCopyOnRead(resource=ours)
     with tf.control_dependencies([read]):
         return ops.ReadVariableOp(resource=ours, dtype=dtype)
-
-
-def _flat(value: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(value, [-1])
 
 
 def _rows_of(

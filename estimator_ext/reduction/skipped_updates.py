@@ -48,11 +48,7 @@ class SkippedUpdates:
         finite = self._finite
         if finite is None:
             return function
-
-        def guarded(*args: Any, **kwargs: Any) -> tf.Operation:
-            return run_if(finite, lambda: function(*args, **kwargs)).op
-
-        return guarded
+        return lambda *args, **kwargs: run_if(finite, lambda: function(*args, **kwargs)).op
 
     def check(self, updates: Updates) -> None:
         """Checks that every update with a gradient can be skipped."""

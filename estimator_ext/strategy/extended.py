@@ -212,7 +212,9 @@ class HostOffloadExtended(_RankExtended):
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         del options
         is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        if self._num_replicas_in_sync == 1 or (is_mean and _is_mirrored(value)):
+        is_trained = isinstance(value, tf.Variable) and value.trainable
+        is_mirrored = is_trained and not is_sync_on_read(value)
+        if self._num_replicas_in_sync == 1 or (is_mean and is_mirrored):
             return value
         tensor = tf.convert_to_tensor(value)
         named = destinations if isinstance(destinations, tf.Variable) else tensor
@@ -321,10 +323,6 @@ class ReplicaContext(OneDeviceReplicaContext):
 def in_functions() -> bool:
     """Returns True eagerly and in functions, False in a graph of TensorFlow 1."""
     return bool(tf.compat.v1.executing_eagerly_outside_functions())
-
-
-def _is_mirrored(value: Any) -> bool:
-    return isinstance(value, tf.Variable) and value.trainable and not is_sync_on_read(value)
 
 
 def _is_gradient(value: Any, destination: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Iterable
 from typing import Any, Union
@@ -184,16 +185,9 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
 
     def _variables(self) -> tuple[tf.Variable, tf.Variable]:
         if self._state is None:
-            scale = tf.compat.v1.Variable(
-                lambda: tf.constant(self._initial_scale, tf.float32),
-                trainable=False,
-                use_resource=True,
-                name="loss_scale",
-            )
-            good_steps = tf.compat.v1.Variable(
-                lambda: tf.constant(0), trainable=False, use_resource=True, name="good_steps"
-            )
-            self._state = scale, good_steps
+            new = functools.partial(tf.compat.v1.Variable, trainable=False, use_resource=True)
+            scale = new(lambda: tf.constant(self._initial_scale, tf.float32), name="loss_scale")
+            self._state = scale, new(lambda: tf.constant(0), name="good_steps")
         return self._state
 
 
