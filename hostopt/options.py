@@ -26,7 +26,7 @@ _ALIKE = 0.8  # similarity of a name with a misspelt one
 
 
 @dataclass(frozen=True)
-class _Number:
+class Number:
     """Numbers of a closed range; `step_bytes` divides a size in MiB."""
 
     least: float
@@ -49,7 +49,7 @@ class _Number:
 
 
 @dataclass(frozen=True)
-class _Choice:
+class Choice:
     """One of a few values."""
 
     values: tuple[str | bool | None, ...]
@@ -76,12 +76,12 @@ class _Path:
         return "the name of a file" if no_file else None
 
 
-_SECONDS = _Number(MIN_TIMEOUT_S, YEAR_S)
-_SWITCH = _Choice((True, False))
+_SECONDS = Number(MIN_TIMEOUT_S, YEAR_S)
+_SWITCH = Choice((True, False))
 
 
-def _option(default: Any, allowed: _Number | _Choice | _Path, *, same: bool = False) -> Any:
-    """Returns the field of an option.
+def option(default: Any, allowed: Number | Choice | _Path, *, same: bool = False) -> Any:
+    """Returns the field of an option, whose values `check_option` allows.
 
     Args:
       same: True if all ranks must have the same value; they compare it when they connect.
@@ -146,28 +146,28 @@ class Options:
       ConfigError: the value of an option is not allowed.
     """
 
-    bucket_mb: float = _option(25.0, _Number(_ALIGNMENT_BYTES / MIB, MIB, False, _ALIGNMENT_BYTES))
-    segment_bytes: int = _option(2 * MIB, _Number(1, MAX_SEGMENT_BYTES, whole=True), same=True)
-    streams: int = _option(0, _Number(0, MAX_STREAMS, whole=True))
-    rendezvous_timeout_s: float = _option(300.0, _SECONDS)
-    stall_warning_s: float = _option(30.0, _SECONDS)
-    collective_timeout_s: float = _option(300.0, _SECONDS)
-    communication: str = _option(
-        "auto", _Choice(("auto", "grpc+tcp", "grpc", "shm", "mpi")), same=True
+    bucket_mb: float = option(25.0, Number(_ALIGNMENT_BYTES / MIB, MIB, False, _ALIGNMENT_BYTES))
+    segment_bytes: int = option(2 * MIB, Number(1, MAX_SEGMENT_BYTES, whole=True), same=True)
+    streams: int = option(0, Number(0, MAX_STREAMS, whole=True))
+    rendezvous_timeout_s: float = option(300.0, _SECONDS)
+    stall_warning_s: float = option(30.0, _SECONDS)
+    collective_timeout_s: float = option(300.0, _SECONDS)
+    communication: str = option(
+        "auto", Choice(("auto", "grpc+tcp", "grpc", "shm", "mpi")), same=True
     )
-    compression: str | None = _option(None, _Choice((None, *WIRE_FORMATS)), same=True)
-    timeline: str | os.PathLike[str] | None = _option(None, _Path(names_file=True))
-    checksum: bool | None = _option(None, _Choice((None, True, False)))
-    nonfinite: str = _option("error", _Choice(("error", "skip", "warn")), same=True)
-    desync_check_steps: int = _option(1000, _Number(0, MAX_COUNT, whole=True), same=True)
-    debug_dir: str | os.PathLike[str] | None = _option(None, _Path())
-    token_file: str | os.PathLike[str] | None = _option(None, _Path())
-    tls_dir: str | os.PathLike[str] | None = _option(None, _Path())
-    insecure: bool = _option(False, _SWITCH)
-    restore_previous: bool = _option(False, _SWITCH)
-    evaluator_timeout_s: float = _option(3600.0, _SECONDS)
-    autotune: bool = _option(False, _SWITCH, same=True)
-    shard_optimizer: bool = _option(False, _SWITCH, same=True)
+    compression: str | None = option(None, Choice((None, *WIRE_FORMATS)), same=True)
+    timeline: str | os.PathLike[str] | None = option(None, _Path(names_file=True))
+    checksum: bool | None = option(None, Choice((None, True, False)))
+    nonfinite: str = option("error", Choice(("error", "skip", "warn")), same=True)
+    desync_check_steps: int = option(1000, Number(0, MAX_COUNT, whole=True), same=True)
+    debug_dir: str | os.PathLike[str] | None = option(None, _Path())
+    token_file: str | os.PathLike[str] | None = option(None, _Path())
+    tls_dir: str | os.PathLike[str] | None = option(None, _Path())
+    insecure: bool = option(False, _SWITCH)
+    restore_previous: bool = option(False, _SWITCH)
+    evaluator_timeout_s: float = option(3600.0, _SECONDS)
+    autotune: bool = option(False, _SWITCH, same=True)
+    shard_optimizer: bool = option(False, _SWITCH, same=True)
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -175,7 +175,7 @@ class Options:
             if isinstance(each.metadata["allowed"], _Path) and isinstance(value, os.PathLike):
                 value = os.fspath(value)
                 object.__setattr__(self, each.name, value)
-            _check(f"option {each.name}", each, value)
+            check_option(f"option {each.name}", each, value)
 
     @property
     def bucket_bytes(self) -> int:
@@ -212,7 +212,7 @@ class Options:
             variable = _variable(each.name)
             if variable in environ:
                 values[each.name] = _value_of(each, environ[variable])
-                _check(variable, each, values[each.name])
+                check_option(variable, each, values[each.name])
         return replace(self, **values)
 
 
@@ -229,10 +229,10 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _value_of(option: Field[Any], text: str) -> Any:
+def _value_of(entry: Field[Any], text: str) -> Any:
     """Converts the text of a variable; returns the text itself if it cannot be converted."""
-    allowed = option.metadata["allowed"]
-    if isinstance(allowed, _Number):
+    allowed = entry.metadata["allowed"]
+    if isinstance(allowed, Number):
         try:
             return int(text) if text.strip().isdigit() else float(text)
         except ValueError:
@@ -242,12 +242,13 @@ def _value_of(option: Field[Any], text: str) -> Any:
     return _VALUES.get(text, text)
 
 
-def _check(label: str, option: Field[Any], value: Any) -> None:
-    wanted = option.metadata["allowed"].wanted(value)
+def check_option(label: str, entry: Field[Any], value: Any) -> None:
+    """Raises ConfigError if the value of an option is not allowed."""
+    wanted = entry.metadata["allowed"].wanted(value)
     if wanted is not None:
         raise ConfigError(
             f"{label} is {shown(value)}, wanted {wanted}. Correct it, or leave it out for the "
-            f"default, {option.default!r}"
+            f"default, {entry.default!r}"
         )
 
 

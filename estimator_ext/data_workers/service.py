@@ -22,7 +22,6 @@ from estimator_ext.pipelines.divided_pipeline import (
     INSTEAD,
     check_dataset,
     divisible,
-    sources_of,
     transformations_of,
 )
 from estimator_ext.strategy.strategy import HostOffloadStrategy
@@ -71,9 +70,8 @@ class DataService:
         Collective: all ranks must call it. The ranks must not have taken shards.
         """
         check_dataset(data, len(self._cluster.data))
-        parts = {**sources_of(data), **transformations_of(data)}
         self._communicator.check_same(
-            {"element_spec": repr(data.element_spec), **parts},
+            {"element_spec": repr(data.element_spec), **transformations_of(data)},
             "the datasets of input_fn (data workers prepare the one of rank 0 for all ranks)",
         )
         self.watch.wait_for_all()

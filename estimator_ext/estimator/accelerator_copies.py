@@ -57,7 +57,8 @@ class CopiesHook(tf.compat.v1.train.SessionRunHook):
         if not reads or not _build_saver(self._scaffold):
             return
         cached = [_Cached(v.handle, v.dtype, read, _changes_of(v)) for read, v in reads.items()]
-        variables = [each for each in cached if _can_wait_for(each.changes)]
+        # an operation after all changes cannot wait for one in a branch or a loop of TensorFlow 1
+        variables = [e for e in cached if not any(map(control_flow_context, e.changes))]
         _log.info("%d of %d variables have copies on the accelerator", len(variables), len(cached))
         if not variables:
             return
@@ -145,15 +146,7 @@ def _cached_reads(step: Collection[tf.Operation], device: str) -> dict[tf.Operat
 
 
 def _changes_of(variable: tf.Variable) -> list[tf.Operation]:
-    return [op for op in users(variable.handle) if op.type not in READS]
-
-
-def _can_wait_for(changes: Sequence[tf.Operation]) -> bool:
-    """Returns True if an operation after all changes can run in each step.
-
-    It could not wait for one within a branch or a loop of TensorFlow 1.
-    """
-    return all(control_flow_context(op) is None for op in changes)
+    return [op for op, _ in users(variable.handle) if op.type not in READS]
 
 
 def _short(device: str) -> tuple[str | None, int | None]:

@@ -56,7 +56,7 @@ from estimator_ext.input.reads import prefetched
 from estimator_ext.options import options_of
 from estimator_ext.session.guard import SessionCloseHook
 from estimator_ext.session.hooks import EventsFilePerProcessHook
-from estimator_ext.session.preemption import Preemption, PreemptionHook
+from estimator_ext.session.preemption import PreemptionHook
 from estimator_ext.spec import Hooks, stock_spec
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 
@@ -98,8 +98,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
     def _join_cluster(self, *batch_sizes: int | None) -> None:
         """Takes the role of this process from the cluster of the strategy.
 
-        Args:
-          *batch_sizes: global ones, of training, evaluation and prediction.
+        Batch sizes are global ones, of training, evaluation and prediction.
         """
         if isinstance(self._eval_distribution, HostOffloadStrategy):
             raise hostopt.ConfigError(
@@ -148,8 +147,8 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
                 hooks = [*(hooks or ()), SessionCloseHook()]
                 super().train(input_fn, hooks, steps, max_steps, saving_listeners)
             return self
-        preemption = Preemption(strategy.close)
-        hooks = [*(hooks or ()), PreemptionHook(preemption)]
+        preemption = PreemptionHook(strategy.close)
+        hooks = [*(hooks or ()), preemption]
         with (
             preemption.handled(),
             _errors_name_checkpoint(self._model_dir),
@@ -462,10 +461,7 @@ def _take_predictions(
     """Takes the predictions of the first examples; the last batch is not cut.
 
     The session and its hooks have ended, as if at the end of the data, before the last one is
-    yielded.
-
-    Args:
-      single: True if each prediction is of one example; False if each is of a batch.
+    yielded. A prediction that is not `single` is of a batch.
     """
     seen = 0
     for prediction in predictions:

@@ -46,7 +46,7 @@ def _train_op(spec: EstimatorSpec, host_call: HostCall) -> tf.Operation:
     # after the loss, so that a step without data runs nothing; without a name scope, which would
     # become part of the variables' names
     with tf.device(HOST_DEVICE), tf.control_dependencies([spec.loss]):
-        result = function(*[_to_host(tensor) for tensor in tensors])
+        result = function(*_to_host(tensors))
     if isinstance(result, tf.Variable):  # as assign_add returns
         result = result.op
     if not isinstance(result, (tf.Operation, tf.Tensor)):
@@ -65,16 +65,15 @@ def _eval_metric_ops(spec: EstimatorSpec, eval_metrics: EvalMetrics) -> MetricOp
         raise ValueError("EstimatorSpec cannot contain both eval_metrics and eval_metric_ops.")
     function, tensors = eval_metrics
     with tf.device(HOST_DEVICE):
-        if isinstance(tensors, dict):
-            return function(**{name: _to_host(tensor) for name, tensor in tensors.items()})
-        return function(*[_to_host(tensor) for tensor in tensors])
+        sent = _to_host(tensors)
+        return function(**sent) if isinstance(sent, dict) else function(*sent)
 
 
-def _to_host(tensor: Any) -> Any:
-    """2. Sends a tensor to the host as soon as it is computed; None stays None."""
-    if tensor is None:
-        return None
-    return tf.nest.map_structure(tf.identity, tensor, expand_composites=True)
+def _to_host(tensors: Any) -> Any:
+    """2. Sends tensors to the host as soon as they are computed; None stays None."""
+    return tf.nest.map_structure(
+        lambda each: None if each is None else tf.identity(each), tensors, expand_composites=True
+    )
 
 
 def _check_not_incremented(global_step: tf.Variable) -> None:

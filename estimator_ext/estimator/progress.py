@@ -19,7 +19,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,18 +63,10 @@ class Parts(NamedTuple):
     between_steps: float
 
 
-class _Sample(NamedTuple):
-    parts: Parts
-    communication_ms: float
-
-
 class StepTimestamps:
     """Operations that note times in a step, and the number of its examples.
 
     All ranks must create them, as their graphs must be the same.
-
-    Args:
-      weights: of the ranks' batches, for which a rank waits until all have their input.
     """
 
     def __init__(self, spec: StockSpec, weights: BatchWeights | None) -> None:
@@ -88,6 +79,7 @@ class StepTimestamps:
         with tf.device(HOST_DEVICE), tf.name_scope("progress"):
             self.examples = tf.shape(batches[-1])[0] if batches else tf.constant(0)
             self.times = {
+                # a rank waits for the weights of batches until all have their input
                 "input_s": _time_after([weights.mean_weight] if weights else inputs),
                 "copies_s": _time_after([v for v in cached if v is not None and v.op in outer]),
                 "gradients_s": _time_after([tf.identity(g) for g in _from_accelerator(outer)]),
@@ -103,8 +95,7 @@ def _time_after(waited: Sequence[Any]) -> tf.Tensor:
 def _from_accelerator(step: Collection[tf.Operation]) -> list[tf.Tensor]:
     """Returns what the host receives from the accelerator for the updates of a step.
 
-    Args:
-      step: operations outside branches and loops, in topological order.
+    The operations of the step are outside branches and loops, in topological order.
     """
 
     def is_on_host(device: str) -> bool:
@@ -147,7 +138,6 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
 
     Args:
       fetches: loss, examples and times of a step; any of them may be missing.
-      communication: reducers of the graph and the report on all ranks.
       batches: number of batches of all ranks in a run of the session.
       hooks: one of them may know the last step.
       summary_steps: steps between two summaries; 0 for none.
@@ -156,7 +146,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
     def __init__(
         self,
         fetches: Mapping[str, tf.Tensor],
-        communication: tuple[Sequence[AnyReducer], StepReportHook | None],
+        report: StepReportHook | None,
         batches: int,
         hooks: Sequence[Any],
         model_dir: str,
@@ -164,7 +154,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
     ) -> None:
         self.saves = SaveTimes()
         self._fetches = dict(fetches)
-        self._reducers, self._report = communication
+        self._report = report
         self._batches = batches
         self._hooks = hooks
         self._model_dir = model_dir
@@ -172,10 +162,11 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
         self._first_step = self._summary_step = self._runs = 0
         self._begin_s = self._run_begin_s = self._next_sample_s = self._next_write_s = 0.0
         self._to_wall_s = 0.0  # from the monotonic clock to that of the operations
-        self._unfinished: tuple[_Sample, float, float] | None = None
+        # parts, communication_ms, end_s, and the time of saves before
+        self._unfinished: tuple[Parts, float, float, float] | None = None
         self._is_sampled = False
         self._loss: float | None = None
-        self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
+        self._samples: deque[tuple[Parts, float]] = deque(maxlen=_SAMPLES)
         self._examples: deque[int] = deque(maxlen=_SAMPLES)
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=_RATE_WRITES)
 
@@ -229,7 +220,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values[name] - self._to_wall_s
             for name in ("input_s", "copies_s", "gradients_s", "end_s")
         )
-        times = _last_times(self._reducers, self._run_begin_s)
+        times = _last_times(self._report.reducers, self._run_begin_s) if self._report else None
         computed_s = times.last_launch_s if times else gradients_s
         exposed_ms = times.exposed_ms if times else 0.0
         begin_s = max(input_s, copies_s)
@@ -241,18 +232,17 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             max(1e3 * (end_s - computed_s) - exposed_ms, 0.0),
             0.0,
         )
-        sample = _Sample(parts, times.communication_ms if times else 0.0)
-        self._unfinished = sample, end_s, self.saves.total_s
+        communication_ms = times.communication_ms if times else 0.0
+        self._unfinished = parts, communication_ms, end_s, self.saves.total_s
 
     def _finish_sample(self, now_s: float) -> None:
         """Adds the time between the sampled step and the next one, without saves."""
         if self._unfinished is None:
             return
-        sample, end_s, saves_s = self._unfinished
+        parts, communication_ms, end_s, saves_s = self._unfinished
         self._unfinished = None
         between_ms = 1e3 * max(now_s - end_s - (self.saves.total_s - saves_s), 0.0)
-        parts = sample.parts._replace(between_steps=between_ms)
-        self._samples.append(sample._replace(parts=parts))
+        self._samples.append((parts._replace(between_steps=between_ms), communication_ms))
 
     def _write(self, session: Any, is_ended: bool = False) -> None:
         step, now_s = read_global_step(session), time.monotonic()
@@ -282,29 +272,26 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values["checkpoint_step"] = self.saves.last_step
             values["checkpoint_time_s"] = self.saves.last_s
         write_progress("training", values)
-        self._add_summary(step, values.get("times_ms", {}))
+        every = self._summary_steps
+        if every and step // every != self._summary_step // every:
+            self._summary_step = step
+            write_scalars(self._model_dir, "step_ms", values.get("times_ms", {}), step)
 
     def _measured(self) -> dict[str, Any]:
-        samples = sorted(self._samples, key=lambda sample: sum(sample.parts))
+        samples = sorted(self._samples, key=lambda sample: sum(sample[0]))
         if len(samples) < _MIN_SAMPLES:
             return {}
         samples = samples[: -1 - math.ceil(_OUTLIERS * len(samples))]
-        means = [statistics.fmean(part) for part in zip(*(each.parts for each in samples))]
-        times_ms = Parts(*means)._asdict()
+        parts, communication_ms = zip(*samples)
+        times_ms = Parts(*map(statistics.fmean, zip(*parts)))._asdict()
         values: dict[str, Any] = {
             "times_ms": {**times_ms, "save": 1e3 * self.saves.total_s / self._runs}
         }
-        total_ms = statistics.fmean(each.communication_ms for each in samples)
+        total_ms = statistics.fmean(communication_ms)
         if total_ms:
             values["communication_ms"] = total_ms
             values["hidden_percent"] = 100 * (1 - times_ms["exposed_communication"] / total_ms)
         return values
-
-    def _add_summary(self, step: int, times_ms: Mapping[str, float]) -> None:
-        every = self._summary_steps
-        if every and step // every != self._summary_step // every:
-            self._summary_step = step
-            write_scalars(self._model_dir, "step_ms", times_ms, step)
 
 
 def write_evaluation(metrics: dict[str, Any], name: str | None) -> dict[str, Any]:
@@ -345,7 +332,6 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
 
     Args:
       communicator: for this hook alone (a `duplicate`).
-      reducers: at least one.
       config: `save_summary_steps` of rank 0 is the number of steps between two reports.
     """
 
@@ -357,7 +343,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         model_dir: str | None,
     ) -> None:
         self._communicator = communicator
-        self._reducers = reducers
+        self.reducers = reducers
         self._every_steps = config.save_summary_steps or 0
         self._model_dir = model_dir
         self._steps_per_run = options_of(config).iterations_per_loop
@@ -386,7 +372,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._step, self._every_steps = (int(number) for number in numbers)
         self._communicator.transport.training_step = self._step
         self._reports.begin(self._step)
-        for reducer in self._reducers:
+        for reducer in self.reducers:
             reducer.count_from(self._step)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
@@ -397,7 +383,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._communicator.transport.training_step = self._step
         if not every or self._step // every == before // every:
             return
-        times = _last_times(self._reducers)
+        times = _last_times(self.reducers)
         if times is not None:  # the same on all ranks: None if nothing has been reduced yet
             self._sent = self._step, times
             self._reports.send(*self._sent)
@@ -439,32 +425,26 @@ def show_steps(
     The copy of the variables to the accelerator is measured from the input on, backward from the
     loss to the last launch, apply from the first return of a wait to the end of train_op.
     """
-    spans = _StepSpans(reducers, timeline)
-    with tf.device(HOST_DEVICE), tf.name_scope("timeline"):
-        times = [stamps.times["input_s"], stamps.times["copies_s"], _time_after([spec.loss])]
-        with tf.control_dependencies([spec.train_op]):
-            end = tf.numpy_function(spans.end, times, tf.int32, name="end")
-    return stock_spec(spec, train_op=end.op)
+    shown_step, span = -1, timeline.span
 
-
-@dataclass
-class _StepSpans:
-    reducers: Sequence[AnyReducer]
-    timeline: Timeline
-    shown_step: int = -1
-
-    def end(self, *since_epoch_s: float) -> np.int32:
+    def show(*since_epoch_s: float) -> np.int32:
+        nonlocal shown_step
         end_s, to_wall_s = time.monotonic(), time.time() - time.monotonic()
         input_s, copies_s, loss_s = (each_s - to_wall_s for each_s in since_epoch_s)
-        measured = [each.last_times for each in self.reducers if each.last_times]
-        if not measured or measured[0].step == self.shown_step:  # nothing was reduced
+        measured = [each.last_times for each in reducers if each.last_times]
+        if not measured or measured[0].step == shown_step:  # nothing was reduced
             return np.int32(0)
         times = merge(measured)
-        self.shown_step = step = times.step
+        shown_step = step = times.step
         begin_s = min(loss_s, times.last_launch_s)  # a launch may precede the loss
         copied_s = max(copies_s, input_s)  # copies that were renewed are there before
-        span = self.timeline.span
         span(Track.COPY, "copy", input_s, copied_s, step=step)
         span(Track.BACKWARD, "backward", begin_s, times.last_launch_s, step=step)
         span(Track.APPLY, "apply", times.first_return_s, end_s, step=step)
         return np.int32(0)
+
+    with tf.device(HOST_DEVICE), tf.name_scope("timeline"):
+        times = [stamps.times["input_s"], stamps.times["copies_s"], _time_after([spec.loss])]
+        with tf.control_dependencies([spec.train_op]):
+            end = tf.numpy_function(show, times, tf.int32, name="end")
+    return stock_spec(spec, train_op=end.op)

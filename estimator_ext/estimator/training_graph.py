@@ -113,7 +113,7 @@ class ModelFunctions(NamedTuple):
     """Functions of an Estimator that build parts of the graph."""
 
     call_input_fn: Callable[[tf.distribute.InputContext], Any]
-    is_sharded: bool  # input_fn itself takes an input context
+    is_sharded: bool  # input_fn itself shards the data, as it takes an input context
     create_global_step: Callable[[tf.Graph], tf.Variable]
     call_model_fn: Callable[[Any, Any], Any]  # returns a stock spec
 
@@ -141,12 +141,10 @@ class TrainingGraph:
     def build(self, functions: ModelFunctions, stack: contextlib.ExitStack) -> None:
         """Builds the step and its hooks in the default graph. Collective.
 
-        Args:
-          stack: receives the scopes of the savers and of the data workers, as long as it trains.
+        The stack receives the scopes of the savers and of the data workers, as long as it trains.
         """
         graph = tf.compat.v1.get_default_graph()
-        parts = (self.strategy, self.reduction, self.config)
-        inputs = build_input(*parts, functions.call_input_fn, functions.is_sharded, stack)
+        inputs = build_input(self.strategy, self.reduction, self.config, functions, stack)
         data = set(graph.get_operations())
         guard = SessionGuardHook(data, self.strategy.options.collective_timeout_s)  # [K1]
         separate = self._communicator.duplicate("the data")
@@ -172,7 +170,8 @@ class TrainingGraph:
         ]
         progress = self._progress(stamps)
         if self.reduction.accumulation is not None:
-            self._add_training_hooks(self.reduction.accumulation.hook())  # [K10]
+            self.reduction.accumulation.finish()
+            self._add_training_hooks(self.reduction.accumulation)  # [K10]
         if self.model_dir is not None:  # now, as input_fn or model_fn may have saved one
             self.restored = newest(self.model_dir)
         if self.restored is not None and not has_own_saver(self.spec):
@@ -198,21 +197,22 @@ class TrainingGraph:
     def _reduce(self, data: Collection[tf.Operation]) -> tuple[Updates | None, Mapping[str, str]]:
         """Builds the reductions of the step.
 
-        Returns:
-          The updates of variables in the step, None for a single rank; and, by name of a variable,
-          a description of the values in its updates that may differ by rank.
+        Returns the updates of variables in the step, None for a single rank; and, by name of a
+        variable, a description of the values in its updates that may differ by rank.
         """
         graph, reduction = tf.compat.v1.get_default_graph(), self.reduction
         targets = operations_of_step(self.spec)
         updates, suspects, is_mean = None, {}, loss_is_scaled()
         read_before_changes(targets)
         if reduction.uses_gradients_of_graph:
-            data = {*data, *graph.factors}
+            # factors that make the terms of a loss parts of the ranks
+            data = {*data, *graph.scale_factors, *graph.penalties.factors.values()}
             updates = read_updates(targets, data, reduction.sums)
             if mend_unreduced_updates(reduction, updates, data):
                 updates = read_updates(targets, data, reduction.sums)
             is_mean = reduction.decide_loss(self.spec.loss, is_mean)
-            reduction.check_skipped(updates)
+            if self.strategy.options.nonfinite == "skip":
+                reduction.skipping.check(updates)
         if reduction.size == 1:
             updates = None  # there are no other ranks to compare with
         elif updates is not None:
@@ -276,7 +276,7 @@ class TrainingGraph:
         reports = (hook for hook in self.first_hooks if isinstance(hook, StepReportHook))
         return ProgressHook(
             fetches,
-            (tuple(self.reduction.reducers), next(reports, None)),
+            next(reports, None),
             self._communicator.size * (accumulation.micro_batches if accumulation else 1),
             self.hooks,
             self.model_dir or "",
@@ -289,7 +289,7 @@ class TrainingGraph:
         """Adds the saver of the stock class, so that other hooks can come before it: [K4]."""
         for hook in self.hooks:
             if isinstance(hook, PreemptionHook):
-                hook.preemption.saves = has_saver(self.spec, self.hooks, self.config)
+                hook.saves = has_saver(self.spec, self.hooks, self.config)
         if self.model_dir is None:
             return
         self.spec = add_saver(self.spec, self.hooks, self.config, self.model_dir)
@@ -375,36 +375,25 @@ def build(
 
 
 class TrainingInput(NamedTuple):
-    """Tensors and hooks of the input of a training.
-
-    Args:
-      hooks: hooks that initialize the iterators.
-      has_next: scalar of bool that reads a batch; False or an OutOfRangeError means that the data
-        have ended.
-      counter: None if the batches are not counted.
-    """
+    """Tensors and hooks of the input of a training."""
 
     features: Any
     labels: Any
-    hooks: list[Any]
-    has_next: tf.Tensor
-    counter: BatchCounter | None
+    hooks: list[Any]  # that initialize the iterators
+    has_next: tf.Tensor  # of bool, reads a batch; False or OutOfRangeError if the data have ended
+    counter: BatchCounter | None  # None if the batches are not counted
 
 
 def build_input(
     strategy: HostOffloadStrategy,
     reduction: GradientReduction,
     config: Any,
-    call_input_fn: Callable[[tf.distribute.InputContext], Any],
-    is_sharded: bool,
+    functions: ModelFunctions,
     stack: contextlib.ExitStack,
 ) -> TrainingInput:
-    """Builds the input of a training step. Collective.
+    """Builds the input of a training step, with its accumulation and weights. Collective.
 
-    Args:
-      reduction: gets the accumulation and the weights of batches.
-      is_sharded: True if input_fn itself shards the data, because it takes an input context.
-      stack: receives the scopes in which the data workers are watched and errors are explained.
+    The stack receives scopes in which the data workers are watched and errors are explained.
     """
     communicator = strategy.communicator
     kind = options_of(config).resume_data
@@ -413,9 +402,10 @@ def build_input(
     service = stack.enter_context(data_service(strategy, config))
     if service is None:
         stack.enter_context(few_files_refused())
-        data = _share_of_rank(strategy, config, call_input_fn, is_sharded)
+        data = _share_of_rank(strategy, config, functions)
     else:  # its workers divide the data
-        data = call_input_fn(tf.distribute.InputContext(1, 0, strategy.num_replicas_in_sync))
+        context = tf.distribute.InputContext(1, 0, strategy.num_replicas_in_sync)
+        data = functions.call_input_fn(context)
     if communicator.rank == 0:
         log_limits(data, communicator.size, is_counted=counter is not None)
     micro_batches = options_of(config).accumulate_steps
@@ -446,28 +436,15 @@ def build_input(
         if needs.join and reduction.accumulation is None:  # compute nothing without data
             with tf.control_dependencies([weights.mean_weight]):
                 batch = tf.nest.map_structure(tf.identity, batch)
-    features, labels = _features_and_labels(batch)
+    features, labels, _ = _tf_estimator.parse_input_fn_result(batch)
     more = is_new if needs.join else has_next((features, labels))
     return TrainingInput(features, labels, [*watch, *hooks], more, counter)
 
 
-def _features_and_labels(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, (list, tuple)):
-        return batch, None
-    if len(batch) != 2:
-        raise ValueError("input_fn should return (features, labels) as a len 2 tuple.")
-    return batch[0], batch[1]
-
-
-def _share_of_rank(
-    strategy: HostOffloadStrategy,
-    config: Any,
-    call_input_fn: Callable[[tf.distribute.InputContext], Any],
-    is_sharded: bool,
-) -> Any:
+def _share_of_rank(strategy: HostOffloadStrategy, config: Any, functions: ModelFunctions) -> Any:
     communicator, context = strategy.communicator, strategy.extended.input_context()
-    if communicator.size == 1 or is_sharded:
-        return call_input_fn(context)
+    if communicator.size == 1 or functions.is_sharded:
+        return functions.call_input_fn(context)
     policy = strategy.extended.auto_shard
     with dividing(communicator, context, policy, config.session_config) as divide:
-        return divide(call_input_fn(context))
+        return divide(functions.call_input_fn(context))

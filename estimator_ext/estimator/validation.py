@@ -99,12 +99,9 @@ def check_is_on_ranks(estimator: Any) -> None:
 
 
 class BatchSizes:
-    """Batch sizes of this process by mode.
+    """Batch sizes of this process by mode, from global ones in examples.
 
-    Args:
-      sizes: global batch sizes of training, evaluation and prediction, in examples; evaluation and
-        prediction have one worker.
-      workers: number of workers that train, each with one replica.
+    The workers share that of training; evaluation and prediction have one worker.
     """
 
     def __init__(

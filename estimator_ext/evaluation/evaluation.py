@@ -66,21 +66,6 @@ class EndMarker:
         return None
 
 
-class _Evaluator(Evaluator):
-    """The stock evaluator; its exporters get an Estimator that evaluates alone."""
-
-    _estimator: Estimator
-
-    def _export_eval_result(self, *arguments: Any) -> Any:
-        shared = self._estimator
-        self._estimator = copy.copy(shared)
-        self._estimator._evaluators = None
-        try:
-            return super()._export_eval_result(*arguments)
-        finally:
-            self._estimator = shared
-
-
 def recall_best(estimator: Estimator, eval_spec: EvalSpec) -> None:
     """Gives each BestExporter the best result of earlier processes, if it has exported a model.
 
@@ -119,14 +104,17 @@ def _best_result(
     return best
 
 
-class CheckpointEvaluation:
-    """Evaluates each checkpoint of an Estimator once and keeps the last results."""
+class CheckpointEvaluation(Evaluator):
+    """Evaluates each checkpoint of an Estimator once and keeps the last results.
+
+    Exporters get an Estimator that evaluates alone.
+    """
+
+    _estimator: Estimator
 
     def __init__(self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> None:
         recall_best(estimator, eval_spec)
-        self._estimator = estimator
-        self._has_exporters = bool(eval_spec.exporters)
-        self._evaluator = _Evaluator(estimator, eval_spec, train_spec.max_steps)
+        super().__init__(estimator, eval_spec, train_spec.max_steps)
         self._results: tuple[Any, Any] = (None, [])
         self._last_warning = ""
 
@@ -139,7 +127,7 @@ class CheckpointEvaluation:
         path = None
         try:
             path = self._estimator.latest_checkpoint()
-            result, exports = self._evaluator.evaluate_and_export()
+            result, exports = self.evaluate_and_export()
         except (ValueError, IndexError, tf.errors.OpError, hostopt.CheckpointError):
             if not self._warn_of_damage(path):
                 raise
@@ -170,10 +158,19 @@ class CheckpointEvaluation:
         if path:
             # Also exports at the end of a run that ended before max_steps, and if this checkpoint
             # was evaluated before it was known to be the last one.
-            self._evaluator._max_training_steps = read_step(path)
-            if self._has_exporters and not self._evaluator.is_final_export_triggered:
-                self._evaluator._previous_ckpt_path = None
+            self._max_training_steps = read_step(path)
+            if self._eval_spec.exporters and not self.is_final_export_triggered:
+                self._previous_ckpt_path = None
         return self.run()
+
+    def _export_eval_result(self, *arguments: Any) -> Any:
+        shared = self._estimator
+        self._estimator = copy.copy(shared)
+        self._estimator._evaluators = None
+        try:
+            return super()._export_eval_result(*arguments)
+        finally:
+            self._estimator = shared
 
 
 def evaluate_final(

@@ -17,7 +17,6 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-import json
 import os
 import re
 import tempfile
@@ -34,6 +33,7 @@ from estimator_ext.checkpoints.reading import is_intact
 from estimator_ext.graphs.operation_kinds import READS
 from estimator_ext.graphs.walks import data_before, walk
 from estimator_ext.variables.sync_on_read import assign
+from hostopt.collectives.communicator import all_gather_json
 from hostopt.collectives.reduce_op import DTYPES
 from hostopt.connect import connect_ring
 
@@ -79,9 +79,7 @@ class Evaluators:
 
         Returns what evaluator 0 has announced.
         """
-        encoded = json.dumps(message).encode()
-        messages = self.communicator.all_gather_bytes(encoded, "the next evaluation")
-        return dict(json.loads(messages[0]))
+        return dict(all_gather_json(self.communicator, message, "the next evaluation")[0])
 
     @contextlib.contextmanager
     def evaluation(self, checkpoint: str, model_dir: str) -> Iterator[None]:

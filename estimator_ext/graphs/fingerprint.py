@@ -37,6 +37,7 @@ from estimator_ext.graphs.walks import (
     LOOPS,
     decided_before,
     functions_called,
+    parameters,
     predicates_around,
     walk,
 )
@@ -249,8 +250,7 @@ class _Reader:
     def _read_function(
         self, op: tf.Operation, body: Any, caller: tf.Operation, conditions: Tensors
     ) -> list[Text]:
-        passed = op.inputs[len(op.inputs) - len(body.inputs) :]  # the first may choose a branch
-        for argument, tensor in zip(body.inputs, passed):
+        for argument, tensor in parameters(op, body):
             varies = argument.op in self.known
             self._texts[argument.op] = None if varies else self._text(tensor)
             if tensor.op in self.variables:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from estimator_ext._tf_private import (
     add_control_inputs,
     control_flow_context,
-    control_outputs,
     is_reference,
 )
-from estimator_ext.graphs.walks import (
-    PASSES_VARIABLE,
-    arguments_of,
-    done,
-    operations_before,
-    users,
-    walk,
-)
+from estimator_ext.graphs.walks import done, operations_before, runs_after, users, uses, walk
 
 _CHANGES = re.compile(r"Assign|(Resource)?(Scatter|CountUpTo|StridedSliceAssign)")
 
@@ -58,8 +49,8 @@ def read_before_changes(targets: Sequence[tf.Operation]) -> None:
     if variable is None:
         return
     in_step = operations_before(targets)
-    used = [op for op in users(_tensor_of(variable)) if op in in_step]
-    updates = [op for op in used if _changes_within(op)]
+    used = {op: taken for op, taken in users(_tensor_of(variable)) if op in in_step}
+    updates = [op for op, taken in used.items() if any(_is_change(*u) for u in uses(op, taken))]
     reads = [op for op in used if op not in updates]
     for update in (op for op in updates if control_flow_context(op) is None):
         already = operations_before([update])
@@ -73,17 +64,6 @@ def _tensor_of(variable: tf.Variable) -> tf.Tensor:
     return variable.op.outputs[0] if handle is None else handle
 
 
-def _changes_within(op: tf.Operation) -> bool:
-    step = _tensor_of(tf.compat.v1.train.get_global_step())
-    if _CHANGES.match(op.type):
-        changed = op.inputs[0]
-        while PASSES_VARIABLE.match(changed.op.type):
-            changed = changed.op.inputs[0]
-        return bool(changed.op is step.op)  # global_step may also be the assigned value
-    arguments = arguments_of(op, step)
-    return any(True for argument in arguments for _ in _changes_of(argument, set()))
-
-
 def _ends(read: tf.Operation) -> list[tf.Operation]:
     """Returns the operations after a read that are outside branches and loops of TensorFlow 1."""
 
@@ -93,36 +73,24 @@ def _ends(read: tf.Operation) -> list[tf.Operation]:
             context = context.outer_context
         return context is None
 
-    def after(op: tf.Operation) -> list[tf.Operation]:
-        if is_outside(op):
-            return []
-        readers = [user for output in op.outputs for user in output.consumers()]
-        return list(dict.fromkeys([*readers, *control_outputs(op)]))
-
-    return [op for op in walk([read], after) if is_outside(op)]
+    after = walk([read], lambda op: [] if is_outside(op) else runs_after(op))
+    return [op for op in after if is_outside(op)]
 
 
 def changes(variable: tf.Variable) -> Iterator[tf.Operation]:
     """Yields operations that change a variable, except those that initialize or restore it."""
     initializers = {variable.initializer.name, f"{variable.op.name}/Assign"}
-    for op in _changes_of(_tensor_of(variable), set()):
-        if op.name not in initializers and not _restores(op):
-            yield op
-
-
-def _changes_of(tensor: tf.Tensor, seen: set[Any]) -> Iterator[tf.Operation]:
-    is_variable = tensor.dtype == tf.resource or is_reference(tensor)
-    if not is_variable or tensor.ref() in seen:  # a value, or seen before in a loop
-        return
-    seen.add(tensor.ref())
-    for op in tensor.consumers():
-        if _CHANGES.match(op.type):
-            if op.inputs[0].name == tensor.name:
+    for user, taken in users(_tensor_of(variable)):
+        for op, changed in uses(user, taken):
+            if _is_change(op, changed) and op.name not in initializers and not _restores(op):
                 yield op
-            continue
-        within = op.outputs if PASSES_VARIABLE.match(op.type) else arguments_of(op, tensor)
-        for each in within:
-            yield from _changes_of(each, seen)
+
+
+def _is_change(op: tf.Operation, taken: tf.Tensor) -> bool:
+    """Returns True if an operation changes what it takes, which may also be an assigned value."""
+    is_variable = taken.dtype == tf.resource or is_reference(taken)
+    is_changing = _CHANGES.match(op.type) is not None
+    return is_variable and is_changing and op.inputs[0].name == taken.name
 
 
 def _restores(op: tf.Operation) -> bool:

@@ -8,7 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import control_flow_context, get_func_graph, original_func_graph
+from estimator_ext._tf_private import (
+    control_flow_context,
+    control_outputs,
+    get_func_graph,
+    original_func_graph,
+)
 
 LOOPS_BACK = ("NextIteration", "RefNextIteration")
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
@@ -29,6 +34,12 @@ def data_before(op: tf.Operation) -> list[tf.Operation]:
 def runs_before(op: tf.Operation) -> list[tf.Operation]:
     """Returns the operations that run before one because of its inputs or control inputs."""
     return list(dict.fromkeys([*data_before(op), *op.control_inputs]))
+
+
+def runs_after(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations that one runs before because of its outputs or control outputs."""
+    readers = [reader for output in op.outputs for reader in output.consumers()]
+    return list(dict.fromkeys([*readers, *control_outputs(op)]))
 
 
 def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> list[tf.Operation]:
@@ -82,14 +93,32 @@ def depends_on(
     return not set(sources).isdisjoint(walk(targets, before))
 
 
-def users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
-    """Yields operations that read or change a variable, or call a function that may do so."""
-    for op in tensor.consumers():
-        if PASSES_VARIABLE.match(op.type):
-            for output in op.outputs:
-                yield from users(output)
-        else:
-            yield op
+def users(tensor: tf.Tensor) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
+    """Yields operations that read or change a variable, or call a function that may do so.
+
+    Each comes with the tensor that it takes.
+    """
+    todo, found = [tensor], {tensor.ref()}
+    for each in todo:  # which grows; a loop may come back to a tensor
+        for op in each.consumers():
+            if not PASSES_VARIABLE.match(op.type):
+                yield op, each
+                continue
+            todo += [output for output in op.outputs if output.ref() not in found]
+            found.update(output.ref() for output in op.outputs)
+
+
+def uses(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
+    """Yields what an operation that takes a variable does with it, also in functions it calls.
+
+    Each operation that reads or changes the variable comes with the tensor that it takes.
+    """
+    within = op.outputs if PASSES_VARIABLE.match(op.type) else _arguments_of(op, tensor)
+    if not within:
+        yield op, tensor
+    for each in within:
+        for user, taken in users(each):
+            yield from uses(user, taken)
 
 
 def predicates_around(op: tf.Operation) -> list[tf.Tensor]:
@@ -117,13 +146,16 @@ def functions_called(op: tf.Operation) -> Iterator[tuple[str, Any]]:
         yield attribute, get_func_graph(op, None, name)
 
 
-def arguments_of(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
-    """Yields the arguments of the functions that an operation calls with one of its inputs."""
-    for _, body in functions_called(op):
-        # the first inputs of the operation may be no arguments, such as the index of a branch
-        for passed, argument in zip(reversed(op.inputs), reversed(body.inputs)):
-            if passed.name == tensor.name:
-                yield argument
+def parameters(op: tf.Operation, body: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Returns the arguments of a function that an operation calls, with the inputs for them."""
+    # the first inputs of the operation may be no arguments, such as the index of a branch
+    return list(zip(body.inputs, op.inputs[len(op.inputs) - len(body.inputs) :]))
+
+
+def _arguments_of(op: tf.Operation, tensor: tf.Tensor) -> list[tf.Tensor]:
+    bodies = [body for _, body in functions_called(op)]
+    pairs = (pair for body in bodies for pair in parameters(op, body))
+    return [argument for argument, passed in pairs if passed.name == tensor.name]
 
 
 def original_functions(op: tf.Operation) -> list[tuple[str, Any]]:
@@ -165,12 +197,9 @@ def with_called(nodes: Nodes, library: Mapping[str, Nodes]) -> Iterator[Nodes]:
         nodes = todo.pop()
         yield nodes
         for node in nodes:
-            for name in (node.op, *_functions_of(node)):  # TensorFlow 1 calls by the type
+            attributes = [value for _, value in sorted(node.attr.items())]
+            called = [each.name for a in attributes for each in (a.func, *a.list.func)]
+            for name in (node.op, *called):  # TensorFlow 1 calls by the type
                 if name in library and name not in found:
                     found.add(name)
                     todo.append(library[name])
-
-
-def _functions_of(node: Any) -> Iterator[str]:
-    for _, attribute in sorted(node.attr.items()):
-        yield from (each.name for each in [attribute.func, *attribute.list.func] if each.name)

@@ -30,7 +30,6 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_private import save, timer_of
-from estimator_ext.local_steps.replica_part import Difference
 from estimator_ext.local_steps.replicas import Fragment, Replicas
 from estimator_ext.options import options_of
 from estimator_ext.session.coordinated_stop import Coordinated, EndStopSaveHook
@@ -44,42 +43,22 @@ _CHECK_S = 1.0  # between two exchanges of requests to stop
 
 
 class RankState(NamedTuple):
-    """Progress of a rank since the last synchronisation, and its requests.
-
-    Args:
-      increment: increment of global_step in its steps; 0 while unknown.
-      step_s: duration of its steps, in seconds; 0 if it has made none.
-      saves: 1 if it is about to save.
-      stops: 1 if it requests a stop.
-      has_ended: 1 if its data or its training have ended.
-      checksum: CRC-32 of its variables after the last synchronisation.
-    """
+    """Progress of a rank since the last synchronisation, and its requests, which are 1 or 0."""
 
     step: float
-    increment: float
-    step_s: float
-    saves: float
-    stops: float
-    has_ended: float
-    checksum: float
-
-
-class _Pending(NamedTuple):
-    """A synchronisation in the background."""
-
-    fragment: Fragment
-    differences: list[Difference]
-    states: Future[list[RankState]]
+    increment: float  # of global_step in its steps; 0 while unknown
+    step_s: float  # duration of its steps; 0 if it has made none
+    saves: float  # it is about to save
+    stops: float  # it requests a stop
+    has_ended: float  # its data or its training have ended
+    checksum: float  # CRC-32 of its variables after the last synchronisation
 
 
 class SyncHook(tf.compat.v1.train.SessionRunHook):
     """Synchronises the ranks; it must come before hooks that save. All ranks must have it.
 
     Args:
-      strategy: the `HostOffloadStrategy` of the training.
-      stops: the hook that ends the training on all ranks.
       examples: scalar, the number of examples in a step.
-      config: configuration of the Estimator.
       hooks: hooks of this rank, of which one knows its signals.
     """
 
@@ -107,10 +86,11 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._knows_examples = options_of(config).accumulate_steps == 1
         self._ends_together = options_of(config).uneven_data == "stop"
         self._checks = strategy.options.desync_check_steps > 0
-        self._preemptions = [h.preemption for h in hooks if isinstance(h, PreemptionHook)]
+        self._preemptions = [each for each in hooks if isinstance(each, PreemptionHook)]
         # the main thread and the one in the background take turns in collectives
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hostopt-synchronisation")
-        self._pending: _Pending | None = None
+        # a synchronisation in the background
+        self._pending: tuple[Fragment, Future[list[RankState]]] | None = None
         self._global_step: Any = None
         self._step = 0  # of this rank
         self._increment = 0  # of global_step in a step of this rank; 0 while unknown
@@ -251,10 +231,9 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
             if not sum(examples[number]):  # no rank has made a step
                 continue
             weight = self._weight(examples[number])
-            differences = fragments[number].take(session, self._step)
-            for difference in differences:
-                difference.reduce(weight, is_whole=is_whole)
-            fragments[number].apply(session, differences, self._step)
+            fragments[number].take(session, self._step)
+            fragments[number].reduce(weight, is_whole=is_whole)
+            fragments[number].apply(session, self._step)
             self._examples[number] = 0.0
         if is_whole:
             self._replicas.complete(session, self._weight(examples[0]), self._step)
@@ -265,11 +244,11 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         """Begins the synchronisation of the next fragment in the background."""
         state, number = self._state(has_ended), self._next_fragment
         fragment = self._replicas.fragments[number]
-        differences = fragment.take(session, self._step)
+        fragment.take(session, self._step)
         states = self._background.submit(
-            self._exchange_and_reduce, state, self._examples[number], differences
+            self._exchange_and_reduce, state, self._examples[number], fragment
         )
-        self._pending = _Pending(fragment, differences, states)
+        self._pending = fragment, states
         self._examples[number] = 0.0
         self._next_fragment = (number + 1) % len(self._replicas.fragments)
 
@@ -277,38 +256,30 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         """Applies the synchronisation that runs in the background, if there is one."""
         if self._pending is None:
             return
-        (fragment, differences, future), self._pending = self._pending, None
+        (fragment, future), self._pending = self._pending, None
         states = future.result()
-        fragment.apply(session, differences, self._step, is_late=True)
+        fragment.apply(session, self._step, is_late=True)
         requests = sum(state.saves + state.stops + state.has_ended for state in states)
         self._schedule.is_whole_next |= bool(requests)
         self._schedule.note_speed(states)
 
     def _exchange_and_reduce(
-        self, state: RankState, examples: float, differences: Sequence[Difference]
+        self, state: RankState, examples: float, fragment: Fragment
     ) -> list[RankState]:
         """Exchanges states, and replaces differences of one fragment by their means."""
         states, (counts,) = self._exchange(state, [examples])
-        weight = self._weight(counts)
-        for difference in differences:
-            difference.reduce(weight, is_whole=False)
+        fragment.reduce(self._weight(counts), is_whole=False)
         return states
 
     def _exchange(
         self, state: RankState, examples: Sequence[float]
     ) -> tuple[list[RankState], list[list[float]]]:
-        """Exchanges the states of the ranks. Collective: all ranks must call it.
+        """Exchanges states, and the numbers of examples since each fragment was synchronised.
 
-        Args:
-          state: the state of this rank.
-          examples: number of its examples since the last synchronisation of each fragment.
-
-        Returns:
-          The states, and the examples of each fragment, each in the order of ranks.
+        Collective: all ranks must call it. Both results are in the order of ranks.
         """
-        name = "the states of the ranks"
         local = np.array([*state, *examples], np.float64)
-        rows = self._communicator.all_gather(local, name)
+        rows = self._communicator.all_gather(local, "the states of the ranks")
         states = [RankState(*row) for row in rows[:, : len(state)].tolist()]
         differing = [r for r, each in enumerate(states) if each.checksum != states[0].checksum]
         if differing:
@@ -339,15 +310,6 @@ class SyncSchedule:
     """Counts the steps to the next synchronisation, and learns early of requests to stop.
 
     A rank whose data have ended counts on, without steps.
-
-    Args:
-      flags: `stop` is the request of this rank.
-      stops: knows the step at which all ranks stop.
-
-    Attributes:
-      step: global_step of the ranks that have data, at the last synchronisation.
-      position: number of steps since then; `is_due` counts them.
-      is_whole_next: True if the next synchronisation is that of the whole model.
     """
 
     def __init__(
@@ -366,10 +328,11 @@ class SyncSchedule:
         self._check_steps = 1  # between two exchanges of requests
         self._next_check = 1  # position
         self._size = communicator.size
-        self.step = self.position = 0
+        self.step = 0  # global_step of the ranks that have data, at the last synchronisation
+        self.position = 0  # number of steps since then
         self._step_s = 0.0  # duration of a step on the slowest rank; 0 while unknown
         self._increment = 1  # of global_step in a step
-        self.is_whole_next = False
+        self.is_whole_next = False  # the next synchronisation is that of the whole model
 
     @property
     def has_begun(self) -> bool:
@@ -382,12 +345,7 @@ class SyncSchedule:
         self._increment = max(1, *(int(state.increment) for state in states))
 
     def begin(self, step: int, *, is_last: bool = False) -> None:
-        """Begins the steps to the next synchronisation.
-
-        Args:
-          step: global_step of the ranks that have data.
-          is_last: True if no steps follow.
-        """
+        """Begins the steps to the next synchronisation, if any follow the last one."""
         step_s, increment = self._step_s, self._increment
         interval = self._options.interval(step, step_s)
         left = self._stops.last_step - step
@@ -401,8 +359,7 @@ class SyncSchedule:
     def is_due(self, step_s: float) -> bool:
         """Returns True if a synchronisation follows a step on all ranks; call it once a step.
 
-        Args:
-          step_s: duration of a step of this rank, in seconds; 0 without steps.
+        `step_s` is the duration of a step of this rank; 0 without steps.
         """
         if self.position >= self._interval:
             return True

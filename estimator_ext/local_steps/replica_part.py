@@ -17,15 +17,7 @@ from hostopt.tensorflow.background import HOST_DEVICE
 
 
 class ReplicaPart:
-    """Variables of one dtype, and their values after the last synchronisation.
-
-    Args:
-      variables: the variables, in the default graph.
-      compression: format of the differences on the wire; None for none.
-
-    Attributes:
-      anchor: the values after the last synchronisation, of shape [n].
-    """
+    """Variables of one dtype, and their values after the last synchronisation, of shape [n]."""
 
     def __init__(
         self,
@@ -47,6 +39,9 @@ class ReplicaPart:
         elif self._sum_dtype is np.float32:
             self.wire_format = new_wire_format(compression)
         self.anchor: Any = np.empty(0, self._sum_dtype)
+        # anchor minus variables of this rank, later the mean over the ranks; and the variables
+        self.difference: Any = None
+        self._local: Any = None
         self._flat = self._joined_in_graph()
 
     def _joined_in_graph(self) -> tf.Tensor:
@@ -66,12 +61,12 @@ class ReplicaPart:
     def read_first_anchor(self, session: tf.compat.v1.Session) -> None:
         """Reads the variables as anchor before the first step, and checks that it is finite."""
         self.read_anchor(session)
-        if not all_finite(self.anchor):
-            raise hostopt.NonFiniteGradientError(
-                f"variable {self._nonfinite_name(self.anchor)!r} is NaN or Inf before the "
-                "first step, and local steps synchronise what the steps change in it. Initialize "
-                "it with finite numbers, or leave sync_every, sync_secs and outer_optimizer out"
-            )
+        self._check_finite(
+            self.anchor,
+            "is NaN or Inf before the first step, and local steps synchronise what the steps "
+            "change in it. Initialize it with finite numbers, or leave sync_every, sync_secs and "
+            "outer_optimizer out",
+        )
 
     def split(self, flat: Any) -> list[Any]:
         """Returns the values of the variables in an array of shape [n], as views if possible."""
@@ -97,51 +92,29 @@ class ReplicaPart:
 
     def check_anchor(self, step: int) -> None:
         """Checks that the anchor is finite, with the same result on all ranks."""
-        if not all_finite(self.anchor):
-            name = self._nonfinite_name(self.anchor)
-            raise hostopt.NonFiniteGradientError(
-                f"variable {name!r} is NaN or Inf after the synchronisation at step {step}, and "
-                "the variables of the ranks were finite. Lower the learning rate of the outer "
-                "optimizer, or use another sync_compression",
-                step=step,
-            )
+        self._check_finite(
+            self.anchor,
+            f"is NaN or Inf after the synchronisation at step {step}, and the variables of the "
+            "ranks were finite. Lower the learning rate of the outer optimizer, or use another "
+            "sync_compression",
+            step=step,
+        )
 
-    def take(self, session: tf.compat.v1.Session, step: int) -> Difference:
-        """Returns the anchor minus the variables, which an outer optimizer takes as gradient.
+    def take(self, session: tf.compat.v1.Session, step: int) -> None:
+        """Takes the difference: the anchor minus the variables, as a gradient for an outer step.
 
         It is checked to be finite.
         """
-        local = self.read(session)
-        values = self.anchor - local
-        if not all_finite(values):
-            cluster, rank = self.communicator.transport.cluster, self.communicator.rank
-            raise hostopt.NonFiniteGradientError(
-                f"variable {self._nonfinite_name(values)!r} of {cluster.describe(rank)} is NaN or "
-                f"Inf at the synchronisation after step {step}. Look at its data and its loss, "
-                "lower the learning rate or clip",
-                **cluster.attributes(rank),
-                step=step,
-            )
-        return Difference(self, local, values)
-
-    def _nonfinite_name(self, flat: Any) -> str:
-        """Returns the first variable that is not finite, if one is not."""
-        finite = (np.isfinite(value).all() for value in self.split(flat))
-        return next(str(v.op.name) for v, good in zip(self.variables, finite) if not good)
-
-
-class Difference:
-    """Anchor minus variables of a rank; later the mean over the ranks.
-
-    Args:
-      local: values of the variables, of shape [n].
-      values: the difference, of shape [n].
-    """
-
-    def __init__(self, part: ReplicaPart, local: Any, values: Any) -> None:
-        self.values = values
-        self.part = part
-        self._local = local
+        self._local = self.read(session)
+        self.difference = self.anchor - self._local
+        cluster, rank = self.communicator.transport.cluster, self.communicator.rank
+        self._check_finite(
+            self.difference,
+            f"of {cluster.describe(rank)} is NaN or Inf at the synchronisation after step {step}. "
+            "Look at its data and its loss, lower the learning rate or clip",
+            **cluster.attributes(rank),
+            step=step,
+        )
 
     def reduce(self, weight: float, *, is_whole: bool) -> None:
         """Replaces the difference by its mean. Any thread may call it.
@@ -152,20 +125,19 @@ class Difference:
           weight: weight of this rank; the weights of all ranks add up to 1.
           is_whole: True leaves nothing out: no compression, and what was left out before is added.
         """
-        part = self.part
-        self.values *= self.values.dtype.type(weight)
-        if part.quantized is not None and not is_whole:
-            part.quantized.sum_in_place(self.values, part.name)
+        self.difference *= self.difference.dtype.type(weight)
+        if self.quantized is not None and not is_whole:
+            self.quantized.sum_in_place(self.difference, self.name)
             return
-        if part.quantized is not None:
-            self.values += part.quantized.take_residual()
-        call = part.communicator.next_call(part.name)
-        wire_format = None if is_whole else part.wire_format
-        part.communicator.all_reduce_in_place(self.values, hostopt.ReduceOp.SUM, call, wire_format)
+        if self.quantized is not None:
+            self.difference += self.quantized.take_residual()
+        call = self.communicator.next_call(self.name)
+        wire_format, op = None if is_whole else self.wire_format, hostopt.ReduceOp.SUM
+        self.communicator.all_reduce_in_place(self.difference, op, call, wire_format)
 
     def progress(self, session: tf.compat.v1.Session) -> Any:
         """Returns what this rank has changed since the difference was taken."""
-        local = self.part.read(session)
+        local = self.read(session)
         local -= self._local
         return local
 
@@ -175,12 +147,23 @@ class Difference:
         Args:
           is_late: True keeps what this rank has changed since the difference was taken.
         """
-        part = self.part
-        if not is_late:
-            new = np.subtract(part.anchor, self.values, out=self.values)
-            part.anchor = part.assign_local(session, new).copy()
-            return
-        part.anchor -= self.values
-        progress = self.progress(session)
-        progress += part.anchor
-        part.assign_local(session, progress)
+        if is_late:
+            self.anchor -= self.difference
+            progress = self.progress(session)
+            progress += self.anchor
+            self.assign_local(session, progress)
+        else:
+            new = np.subtract(self.anchor, self.difference, out=self.difference)
+            self.anchor = self.assign_local(session, new).copy()
+        self.free()
+
+    def free(self) -> None:
+        """Frees the difference, when it is applied."""
+        self.difference = self._local = None
+
+    def _check_finite(self, flat: Any, text: str, **attributes: Any) -> None:
+        """Raises an error with the name of the first variable that is not finite, and a text."""
+        if not all_finite(flat):
+            finite = (np.isfinite(value).all() for value in self.split(flat))
+            name = next(v.op.name for v, good in zip(self.variables, finite) if not good)
+            raise hostopt.NonFiniteGradientError(f"variable {name!r} {text}", **attributes)

@@ -29,7 +29,7 @@ import hostopt
 from estimator_ext._tf_private import saved_as
 from estimator_ext.checkpoints.saving import has_own_saver
 from estimator_ext.graphs.fingerprint import read_updates
-from estimator_ext.local_steps.replica_part import Difference, ReplicaPart
+from estimator_ext.local_steps.replica_part import ReplicaPart
 from estimator_ext.spec import operations_of_step
 from estimator_ext.strategy.local_steps import LocalSteps
 from estimator_ext.variables.sync_on_read import assign, is_sync_on_read
@@ -44,30 +44,18 @@ _FROM_SLOTS = re.compile(r"(?:^|; )((?:Resource)?(?:Sparse)?Apply(?:Ftrl(?:V2)?|
 
 
 class Variables(NamedTuple):
-    """The variables of a training, by what a synchronisation does with them.
-
-    Args:
-      slots: slots of the optimizer.
-      powers: counters of steps that an optimizer keeps as powers.
-      averaged: other variables that the steps change, such as moving averages.
-      largest: integers that the steps change, such as counters.
-      equal: variables that must be the same on all ranks.
-    """
+    """The variables of a training, by what a synchronisation does with them."""
 
     trained: list[tf.Variable]
-    slots: list[tf.Variable]
-    powers: list[tf.Variable]
-    averaged: list[tf.Variable]
-    largest: list[tf.Variable]
-    equal: list[tf.Variable]
+    slots: list[tf.Variable]  # of the optimizer
+    powers: list[tf.Variable]  # counters of steps that an optimizer keeps as powers
+    averaged: list[tf.Variable]  # others that the steps change, such as moving averages
+    largest: list[tf.Variable]  # integers that the steps change, such as counters
+    equal: list[tf.Variable]  # must be the same on all ranks
 
 
 def find_variables(changed: Collection[str]) -> Variables:
-    """Returns the global variables of the default graph.
-
-    Args:
-      changed: names of the variables that a step changes.
-    """
+    """Returns the global variables of the default graph; a step changes those of some names."""
     found = Variables([], [], [], [], [], [])
     every = [*tf.compat.v1.global_variables(), *tf.compat.v1.trainable_variables()]
     trained = {v.op.name: v.shape for v in tf.compat.v1.trainable_variables()}
@@ -120,9 +108,6 @@ class OuterStep:
     """Operations that apply gradients which are computed outside the graph.
 
     An optimizer applies the difference of a synchronisation to the variables.
-
-    Args:
-      strategy: strategy of the training, in whose training graph they are built.
     """
 
     def __init__(self, strategy: Any, variables: Sequence[tf.Variable]) -> None:
@@ -145,28 +130,18 @@ class OuterStep:
         self.operations = [feed.op for feed in self._feeds]  # whose values differ
 
     def run(self, session: tf.compat.v1.Session, gradients: Sequence[Any]) -> None:
-        """Applies gradients.
-
-        Args:
-          gradients: arrays like the variables, in the same order.
-        """
+        """Applies gradients, which are arrays like the variables in the same order."""
         session.run(self.operation, dict(zip(self._feeds, gradients)))
 
 
 class Fragment(NamedTuple):
-    """A part of the model that is synchronised by itself.
-
-    Args:
-      others: other variables whose mean is taken.
-      outer: the outer step of the trained variables; None for their mean.
-      reset: variables that are initialized after a synchronisation.
-    """
+    """A part of the model that is synchronised by itself."""
 
     trained: list[ReplicaPart]
-    others: list[ReplicaPart]
+    others: list[ReplicaPart]  # other variables whose mean is taken
     powers: list[ReplicaPart]
-    outer: OuterStep | None
-    reset: list[tf.Variable]
+    outer: OuterStep | None  # of the trained variables; None for their mean
+    reset: list[tf.Variable]  # are initialized after a synchronisation
 
     @property
     def parts(self) -> list[ReplicaPart]:
@@ -180,30 +155,27 @@ class Fragment(NamedTuple):
             value = crc32(part.anchor.view(np.uint8), value)
         return value
 
-    def take(self, session: tf.compat.v1.Session, step: int) -> list[Difference]:
-        """Returns what the steps of this rank have changed since the last synchronisation."""
-        return [part.take(session, step) for part in self.parts]
+    def take(self, session: tf.compat.v1.Session, step: int) -> None:
+        """Takes what the steps of this rank have changed since the last synchronisation."""
+        for part in self.parts:
+            part.take(session, step)
 
-    def apply(
-        self,
-        session: tf.compat.v1.Session,
-        means: Sequence[Difference],
-        step: int,
-        *,
-        is_late: bool = False,
-    ) -> None:
+    def reduce(self, weight: float, *, is_whole: bool) -> None:
+        """Replaces the differences by their means; see `ReplicaPart.reduce`."""
+        for part in self.parts:
+            part.reduce(weight, is_whole=is_whole)
+
+    def apply(self, session: tf.compat.v1.Session, step: int, *, is_late: bool = False) -> None:
         """Replaces the variables by the synchronised ones.
 
         Args:
-          means: results of `take`, reduced over the ranks.
           is_late: True if this rank has made steps since `take`. It keeps the steps of trained
             variables, but not of others, as an average of squares could become negative.
         """
         if self.outer is not None:
-            self._apply_outer(session, self.outer, means[: len(self.trained)], is_late)
-            means = means[len(self.trained) :]
-        for mean in means:
-            mean.apply(session, is_late and mean.part not in self.others)
+            self._apply_outer(session, self.outer, is_late)
+        for part in self.parts[len(self.trained) if self.outer else 0 :]:
+            part.apply(session, is_late and part not in self.others)
         for part in self.parts:
             part.check_anchor(step)
         if self.reset:
@@ -211,35 +183,22 @@ class Fragment(NamedTuple):
             for part in (*self.others, *self.powers):
                 part.read_anchor(session)
 
-    def _apply_outer(
-        self,
-        session: tf.compat.v1.Session,
-        outer: OuterStep,
-        means: Sequence[Difference],
-        is_late: bool,
-    ) -> None:
-        progress = [mean.progress(session) if is_late else None for mean in means]
+    def _apply_outer(self, session: tf.compat.v1.Session, outer: OuterStep, is_late: bool) -> None:
+        progress = [part.progress(session) if is_late else None for part in self.trained]
         gradients = []
-        for part, mean in zip(self.trained, means):
+        for part in self.trained:
             part.assign_local(session, part.anchor)
-            gradients += part.split(mean.values)
+            gradients += part.split(part.difference)
         outer.run(session, gradients)
         for part, change in zip(self.trained, progress):
+            part.free()
             part.read_anchor(session)
             if change is not None:
                 part.assign_local(session, np.add(part.anchor, change, out=change))
 
 
 class Replicas:
-    """The models of all ranks.
-
-    Args:
-      strategy: strategy of the training; it has the options of local steps.
-      changed: names of the variables that a step changes.
-
-    Attributes:
-      fragments: the parts of the model, each synchronised by itself.
-    """
+    """The models of all ranks; `changed` are names of the variables that a step changes."""
 
     def __init__(self, strategy: Any, changed: Collection[str]) -> None:
         self._communicator = strategy.communicator.duplicate("synchronisation of the variables")
@@ -281,15 +240,12 @@ class Replicas:
     def complete(self, session: tf.compat.v1.Session, weight: float, step: int) -> None:
         """Averages slots that ranks keep, and compares what must be the same, for a checkpoint.
 
-        Collective: all ranks must call it.
-
-        Args:
-          weight: weight of this rank; the weights of all ranks add up to 1.
+        Collective: all ranks must call it. The weights of all ranks add up to 1.
         """
         for part in self._kept:
-            difference = part.take(session, step)
-            difference.reduce(weight, is_whole=True)
-            difference.apply(session, is_late=False)
+            part.take(session, step)
+            part.reduce(weight, is_whole=True)
+            part.apply(session, is_late=False)
         for variable, value in zip(self._largest, session.run(self._largest)):
             largest = self._communicator.all_reduce(
                 value, hostopt.ReduceOp.MAX, f"variable {variable.op.name!r}"
@@ -305,11 +261,7 @@ def divided(
 ) -> list[tuple[list[tf.Variable], list[tf.Variable]]]:
     """Divides variables into fragments of similar size; some may be empty.
 
-    Args:
-      has_slots: True to put slots beside their variables, False to leave them out.
-
-    Returns:
-      Trained variables and others of each fragment.
+    Returns trained variables and others of each. Slots are beside their variables, or left out.
     """
     fragments: list[tuple[list[tf.Variable], list[tf.Variable]]] = [([], []) for _ in range(count)]
     place: dict[str, int] = {}
@@ -332,20 +284,9 @@ def _size(variable: tf.Variable) -> int:
 
 
 def build_replicas(strategy: Any, spec: Any, data: Collection[tf.Operation]) -> Replicas | None:
-    """Builds the outer steps, if there are any.
+    """Builds the outer steps, if there are any; None if ranks reduce gradients in each step.
 
     Collective: all ranks must call it.
-
-    Args:
-      spec: spec of the step, in the default graph.
-
-    Returns:
-      The models of all ranks; None if the ranks reduce gradients in each step.
-
-    Raises:
-      hostopt.ConfigError: a variable cannot be synchronised, its optimizer would undo it, or a
-        saver of the model_fn would not save the slots of the outer optimizer.
-      hostopt.CollectiveMismatchError: ranks have different steps, outer steps or options.
     """
     options, communicator = strategy.local_steps, strategy.communicator
     if not options.is_used:

@@ -34,7 +34,6 @@ from estimator_ext.losses.reader import (
     Sum,
     Value,
     joined,
-    lengths_of,
     scope_of,
 )
 
@@ -60,9 +59,8 @@ class LossKind:
 
 def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True) -> LossKind:
     """Returns the kind of a loss: the sum of all elements of the targets."""
-    known = reader.known
-    if known.said:
-        return LossKind(known.said == "sum", f"--loss {known.said}")
+    if reader.said:
+        return LossKind(reader.said == "sum", f"--loss {reader.said}")
     tensors = [each for each in targets if isinstance(each, tf.Tensor)]
     reader.read(tensors)
     values = [reader.summed(reader.value(each), each) for each in tensors]
@@ -84,8 +82,8 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
     if value.degree != 1:
         text = f"grows with the batch size to the power of {value.degree} ({value.by})"
         return LossKind(False, "", (text, CURE))
-    kind = _kind_of_sums(value, lengths_of(known), known.size)
-    if known.weighted and not (kind.is_sum or kind.problem):
+    kind = _kind_of_sums(value, reader.lengths, reader.size)
+    if reader.weighted and not (kind.is_sum or kind.problem):
         text = f"is a sum over the batch ({value.by}) times 1 / batch size, "
         text += "but batches may be smaller"
         return LossKind(False, "", (text, _CURE_OF_SMALLER))

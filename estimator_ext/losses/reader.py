@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from estimator_ext.graphs.operation_kinds import (
     QUOTIENTS,
     VARIABLES,
 )
-from estimator_ext.graphs.walks import data_before, original_functions, walk
+from estimator_ext.graphs.walks import data_before, original_functions, parameters, walk
 from estimator_ext.pipelines.batch_lengths import batch_sizes
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.reduced import outside
@@ -118,44 +118,20 @@ def curved(kind: str, value: Value) -> Value:
     return replace(value, degree=None, problem=value.problem or (text, CURE))
 
 
-@dataclass(frozen=True)
-class Known:
-    """Facts of a graph that are known before its losses are read."""
+@dataclass
+class LossReader:
+    """Reads values from the end of a graph that computes losses, each operation once."""
 
     data: Collection[tf.Operation]
     reductions: Mapping[str, str]  # of loss functions, by the scope of their operations
     gradients: Mapping[tf.Operation, Any]
-    size: int
+    size: int  # number of ranks
     said: str = ""  # "mean" or "sum" if the user says so
     weighted: bool = False  # True if batches may differ in length
-
-
-def lengths_of(known: Known) -> set[int]:
-    """Returns the numbers of examples in a batch of this rank, as far as they are static."""
-    result: set[int] = set()
-    batched = [op for op in known.data if batch_sizes(op)]
-    # a dataset may be batched twice, as into sequences: the last one counts
-    earlier = walk(itertools.chain(*map(data_before, batched)), data_before)
-    for op in set(batched).difference(earlier):
-        sizes = map(constant_of, batch_sizes(op))
-        result |= {int(size) for size in sizes if size is not None}
-    for op in known.data:
-        if op.type.startswith(("Iterator", "QueueDequeue")):
-            shapes = [each.shape for each in op.outputs if each.dtype != tf.variant]
-            lengths = [shape.as_list()[0] for shape in shapes if shape.rank]
-            result |= {length for length in lengths if length is not None}
-    return result
-
-
-class LossReader:
-    """Reads values from the end of a graph that computes losses, each operation once."""
-
-    def __init__(self, known: Known) -> None:
-        self.known = known
-        self._values: dict[tf.Operation, Value] = {}
-        self._results: dict[tf.Operation, list[Value]] = {}  # of functions that are called
-        self._data: dict[tf.Operation, bool] = {}
-        self._variables: dict[tf.Operation, bool] = {}
+    _values: dict[tf.Operation, Value] = field(default_factory=dict)
+    _results: dict[tf.Operation, list[Value]] = field(default_factory=dict)  # of calls
+    _data: dict[tf.Operation, bool] = field(default_factory=dict)
+    _variables: dict[tf.Operation, bool] = field(default_factory=dict)
 
     def read(self, targets: Sequence[tf.Tensor]) -> None:
         """Reads all operations that compute tensors of one graph."""
@@ -172,7 +148,7 @@ class LossReader:
         ends = is_same_on_all_ranks(op)
         before = [] if ends else _sources(op)
         of_rank = OF_THIS_RANK.match(op.type) and not is_placed and _captured_by(op) is None
-        is_data = bool(of_rank) or op in self.known.data or _is_static_count(op, self.lengths)
+        is_data = bool(of_rank) or op in self.data or _is_static_count(op, self.lengths)
         is_data = is_data or any(self._data.get(each, False) for each in before)
         self._data[op] = is_data and not ends
         self._variables[op] = (
@@ -183,11 +159,23 @@ class LossReader:
 
     @functools.cached_property
     def lengths(self) -> set[int]:
-        """Numbers of examples in a batch of this rank."""
-        return lengths_of(self.known)
+        """Numbers of examples in a batch of this rank, as far as they are static."""
+        result: set[int] = set()
+        batched = [op for op in self.data if batch_sizes(op)]
+        # a dataset may be batched twice, as into sequences: the last one counts
+        earlier = walk(itertools.chain(*map(data_before, batched)), data_before)
+        for op in set(batched).difference(earlier):
+            sizes = map(constant_of, batch_sizes(op))
+            result |= {int(size) for size in sizes if size is not None}
+        for op in self.data:
+            if op.type.startswith(("Iterator", "QueueDequeue")):
+                shapes = [each.shape for each in op.outputs if each.dtype != tf.variant]
+                lengths = [shape.as_list()[0] for shape in shapes if shape.rank]
+                result |= {length for length in lengths if length is not None}
+        return result
 
     def _is_followed(self, op: tf.Operation) -> bool:
-        if not self._data[op] or op in self.known.data or op in self.known.gradients:
+        if not self._data[op] or op in self.data or op in self.gradients:
             return False
         is_scalar = op.type in _OF_SCALARS and op.outputs[0].shape.rank == 0
         return is_scalar or op.type in _OF_TENSORS or _captured_by(op) is not None
@@ -198,7 +186,7 @@ class LossReader:
 
     def _is_mean(self, op: tf.Operation) -> bool:
         """Returns True for the quotient in a loss function that returns a mean."""
-        reduction = self.known.reductions.get(scope_of(op), "none")
+        reduction = self.reductions.get(scope_of(op), "none")
         return op.type in QUOTIENTS and reduction not in ("none", "sum")
 
     # -- values -----------------------------------------------------------------------------
@@ -212,7 +200,7 @@ class LossReader:
             return self._values[op]
         if not self._data.get(op, False):
             return Value(has_variables=self._variables.get(op, False))
-        if op in self.known.gradients:
+        if op in self.gradients:
             return self._of_gradient(op)
         return self._of_leaf(tensor)
 
@@ -234,7 +222,7 @@ class LossReader:
         return found[0] if found else None
 
     def _of_gradient(self, op: tf.Operation) -> Value:
-        mark = self.known.gradients[op]
+        mark = self.gradients[op]
         source, axis = mark.source, None
         if source.dtype != tf.resource and self._data.get(source.op, False):
             axis = self._axis(source)
@@ -366,8 +354,7 @@ class LossReader:
     def _of_call(self, op: tf.Operation) -> Value:
         results = []
         for _, body in original_functions(op):
-            passed = op.inputs[len(op.inputs) - len(body.inputs) :]
-            for argument, tensor in zip(body.inputs, passed):
+            for argument, tensor in parameters(op, body):
                 self._data[argument.op] = self._data.get(tensor.op, False)
                 self._variables[argument.op] = self._variables.get(tensor.op, False)
                 self._values[argument.op] = self.value(tensor)

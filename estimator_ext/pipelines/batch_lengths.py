@@ -23,10 +23,9 @@ _ENDLESS = tf.data.INFINITE_CARDINALITY
 
 
 def length_of(batch: Any) -> tf.Tensor:
-    """Returns the number of examples of a batch.
+    """Returns the number of examples of a batch, in int64: the length of the `first_read` tensor.
 
-    Returns:
-      Scalar of int64: the length of the `first_read` tensor, or 1 if it is a scalar.
+    It is 1 if that is a scalar.
     """
     first = first_read(tf.nest.flatten(batch))
     if isinstance(first, tf.SparseTensor):
@@ -39,10 +38,8 @@ def length_of(batch: Any) -> tf.Tensor:
 def first_read(parts: Sequence[Any]) -> Any:
     """Returns the first part of a batch that is computed from an iterator.
 
-    A program may return another feature that it never computes, and that cannot be computed.
-
-    Returns:
-      The part; the first of all if none is computed from an iterator.
+    A program may return another feature that it never computes, and that cannot be computed. It
+    is the first of all if none is computed from an iterator.
     """
     return next((part for part in parts if _is_read(part)), parts[0])
 

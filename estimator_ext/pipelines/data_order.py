@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import secrets
 import threading
 import time
@@ -24,6 +23,7 @@ from estimator_ext._tf_private import constant_of, options_in_graph, variant_ten
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.pipeline import Pipeline, kind_of, without_seed
 from estimator_ext.pipelines.samples import checksum, sample_of, samples_of
+from hostopt.collectives.communicator import all_gather_json
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error
 
 _log = tf.get_logger()
@@ -101,10 +101,9 @@ class OrderCheck:
         problem: str = "",
     ) -> int:
         """Compares what the ranks know of their data; returns a random number of rank 0."""
-        report = {"problem": problem, "numbers": numbers, "first": first}
-        text = json.dumps({**report, "seed": secrets.randbits(31)}).encode()
-        texts = channel.all_gather_bytes(text, "the order of the data")
-        reports = [json.loads(each) for each in texts]
+        seed = secrets.randbits(31)
+        report = {"problem": problem, "numbers": numbers, "first": first, "seed": seed}
+        reports = all_gather_json(channel, report, "the order of the data")
         for rank, each in enumerate(reports):
             found = each["problem"]
             if not found and (difference := _difference(reports[0], each)):
@@ -225,14 +224,19 @@ def _logged_errors() -> Iterator[None]:
 
 def _checksums(elements: Iterator[Any]) -> list[int]:
     found: list[int] = []
-    deadline_s = time.monotonic() + LIMIT_S
     with _logged_errors():
-        for element in elements:
-            found.append(checksum(element))
-            if len(found) == COUNT or time.monotonic() > deadline_s:
-                return found
-        found.append(_END)
+        for element in _first(itertools.chain(elements, [None])):
+            found.append(_END if element is None else checksum(element))
     return found
+
+
+def _first(elements: Iterator[Any]) -> Iterator[Any]:
+    """Yields the elements to compare."""
+    deadline_s = time.monotonic() + LIMIT_S
+    for element in itertools.islice(elements, COUNT):
+        yield element
+        if time.monotonic() > deadline_s:
+            return
 
 
 def _sampled(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -297,12 +301,9 @@ def peek(state: Any) -> PeekedGenerator:
 def _begin(elements: Iterator[Any]) -> tuple[list[Any], list[int]]:
     """Takes the first elements; returns copies, as a generator may use an array again."""
     held, checksums = [], []
-    deadline_s = time.monotonic() + LIMIT_S
-    for element in itertools.islice(elements, COUNT):
+    for element in _first(elements):
         held.append(tf.nest.map_structure(_copy, element))
         checksums.append(checksum(tf.nest.flatten(element, expand_composites=True)))
-        if time.monotonic() > deadline_s:
-            break
     return held, checksums
 
 

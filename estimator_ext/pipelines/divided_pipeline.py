@@ -25,12 +25,9 @@ INSTEAD = (
 )
 # Datasets whose elements data workers divide. With "Dataset", and perhaps a version, these are the
 # names of operations.
-_SOURCES = {
+_DIVIDED = {
     *("Range", "SparseTensorSlice", "Tensor", "TensorSlice"),
     *("FixedLengthRecord", "TFRecord", "TextLine"),
-}
-_DIVIDED = {
-    *_SOURCES,
     *("Batch", "DenseToSparseBatch", "MapAndBatch", "PaddedBatch", "ParallelBatch", "Rebatch"),
     *("Filter", "IgnoreErrors", "Map", "ParallelMap", "ParseExample", "Unbatch"),
     *("FlatMap", "Interleave", "ParallelInterleave", "LegacyParallelInterleave"),
@@ -159,37 +156,17 @@ def _has_later_iterators(op: tf.Operation) -> bool:
     return any(kind_of(each).startswith(("Shuffle", "Repeat")) for each in walk([op.inputs[0].op]))
 
 
-def sources_of(data: tf.data.Dataset) -> dict[str, str]:
-    """Describes the sources of a dataset, which must be the same on all ranks.
-
-    Returns:
-      Type, shape and checksum of the constants of each source. The order of values does not count,
-      as each rank may have shuffled them.
-    """
-    sources = [op for op in walk([variant_tensor(data).op]) if kind_of(op) in _SOURCES]
-    return {
-        f"{op.type} {index}": ", ".join(
-            _describe_values(tf.get_static_value(each.outputs[0]))
-            for each in walk([tensor.op for tensor in op.inputs])
-            if each.type == "Const"
-        )
-        for index, op in enumerate(sources)
-    }
-
-
 def transformations_of(data: tf.data.Dataset) -> dict[str, str]:
-    """Describes the transformations of a dataset, which must be the same on all ranks.
+    """Describes the sources and transformations of a dataset, which ranks must have in common.
 
     Returns:
-      For each transformation: its type, its constants, and a checksum of the types of its
-      operations. The operations of its functions are included. Seeds and the order of values are
-      left out.
+      For each of them: its type, its constants, and a checksum of the types of its operations. The
+      operations of its functions are included. Seeds are left out, and so is the order of values,
+      as each rank may have shuffled them.
     """
     operations = walk([variant_tensor(data).op])
     library = library_of(operations[0].graph)
-    transformations = [
-        op for op in operations if _makes_dataset(op) and kind_of(op) not in _SOURCES
-    ]
+    transformations = filter(_makes_dataset, operations)
     return {
         f"transformation {index}": _describe(op, library)
         for index, op in enumerate(transformations)

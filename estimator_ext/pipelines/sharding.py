@@ -8,6 +8,7 @@ import secrets
 import types
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,19 @@ def check_policy(policy: str | None) -> None:
         )
 
 
+def policy_of(dataset: tf.data.Dataset) -> Any:
+    """Returns the `AutoShardPolicy` in the options of a dataset."""
+    with options_in_graph():
+        return dataset.options().experimental_distribute.auto_shard_policy
+
+
+def with_policy(dataset: tf.data.Dataset, policy: str) -> tf.data.Dataset:
+    """Returns a dataset that TensorFlow shards as the option auto_shard says."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = POLICIES[policy]
+    return dataset.with_options(options)
+
+
 @contextlib.contextmanager
 def dividing(
     communicator: hostopt.Communicator,
@@ -73,9 +87,6 @@ def dividing(
 
     Yields:
       Function that takes the result of input_fn and returns the shard of this rank.
-
-    Raises:
-      UnsupportedError: the data are sharded already, cannot be sharded, or differ between ranks.
     """
     if policy in (None, "off"):
         if policy is None and communicator.rank == 0:
@@ -88,7 +99,8 @@ def dividing(
         yield lambda data: data
         return
     check = OrderCheck(communicator.duplicate("the order of the data"), _SAME_ORDER)
-    shards = _Shards(context, str(policy), check, config)
+    place = context.num_input_pipelines, context.input_pipeline_id
+    shards = _Shards(*place, str(policy), check, config)
     with _in_one_order(communicator), _sharded_iterators(shards) as made:
 
         def divide(data: Any) -> Any:
@@ -105,24 +117,17 @@ def dividing(
         yield divide
 
 
+@dataclass(frozen=True)
 class _Shards:
-    def __init__(
-        self,
-        context: tf.distribute.InputContext,
-        policy: str,
-        check: OrderCheck,
-        config: tf.compat.v1.ConfigProto | None,
-    ) -> None:
-        self.by_rows = policy == "data"
-        self._size, self._rank = context.num_input_pipelines, context.input_pipeline_id
-        self._policy = policy
-        self._check = check
-        self._config = config
+    size: int
+    rank: int
+    policy: str
+    check: OrderCheck
+    config: tf.compat.v1.ConfigProto | None
 
     def of_dataset(self, data: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the shard of a dataset, as TensorFlow's own strategies make it."""
-        with options_in_graph():
-            current = data.options().experimental_distribute.auto_shard_policy
+        current = policy_of(data)
         if current == _AutoShard.OFF:
             return data
         if any(op.type == "ShardDataset" for op in walk([variant_tensor(data).op])):
@@ -131,19 +136,16 @@ class _Shards:
                 f"divided once more, the ranks would read a part of a part. {_ALL}"
             )
         if current == _AutoShard.AUTO:
-            current = POLICIES[self._policy]
-            options = tf.data.Options()
-            options.experimental_distribute.auto_shard_policy = current
-            data = data.with_options(options)
+            current, data = POLICIES[self.policy], with_policy(data, self.policy)
         if current != _AutoShard.FILE:
-            data, _ = self._check.in_one_order(data, self._config)
+            data, _ = self.check.in_one_order(data, self.config)
         with tf.device(HOST_DEVICE):
-            data = AutoShardDataset(data, self._size, self._rank)
-        if self._rank == 0:
+            data = AutoShardDataset(data, self.size, self.rank)
+        if self.rank == 0:
             _log.info(
                 "TensorFlow divides the data among %d ranks (auto_shard=%r)",
-                self._size,
-                self._policy,
+                self.size,
+                self.policy,
             )
         return data
 
@@ -153,7 +155,7 @@ class _Shards:
         Args:
           rows: an array, an OrderedDict of arrays, or a DataFrame; the result is of its kind.
         """
-        size, rank = self._size, self._rank
+        size, rank = self.size, self.rank
         is_dict = isinstance(rows, dict)
         count = len(next(iter(rows.values()))) if is_dict else len(rows)
         if count < size:
@@ -162,7 +164,7 @@ class _Shards:
                 "ranks. Give it more data, or use fewer ranks"
             )
         has_columns = is_dict or hasattr(rows, "iloc")
-        self._check.check_rows([column for _, column in rows.items()] if has_columns else [rows])
+        self.check.check_rows([column for _, column in rows.items()] if has_columns else [rows])
         if rank == 0:
             _log.info("each of %d ranks reads every %d-th of %d rows", size, size, count)
             if count % size:
@@ -244,10 +246,8 @@ def _sharded_iterators(shards: _Shards) -> Iterator[list[Any]]:
     """Makes iterators and queues that are created within the block read the shard of this rank.
 
     The policy "data" also shards queues of rows of arrays or of a DataFrame, as
-    `tf.compat.v1.estimator.inputs` makes them: each rank reads every N-th row.
-
-    Yields:
-      List to which each dataset or array that is sharded is added.
+    `tf.compat.v1.estimator.inputs` makes them: each rank reads every N-th row. Each dataset or
+    array that is sharded is added to the list.
     """
     made: list[Any] = []
     enqueue = _tf_estimator.feeding._enqueue_data
@@ -264,7 +264,7 @@ def _sharded_iterators(shards: _Shards) -> Iterator[list[Any]]:
         return make
 
     def enqueue_shard(rows: Any, *arguments: Any, **options: Any) -> Any:
-        if shards.by_rows and not isinstance(rows, types.FunctionType):
+        if shards.policy == "data" and not isinstance(rows, types.FunctionType):
             rows = shards.of_rows(rows)
             made.append(rows)
         return enqueue(rows, *arguments, **options)

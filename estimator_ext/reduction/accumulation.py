@@ -15,14 +15,16 @@ from hostopt.tensorflow.background import HOST_DEVICE
 _log = tf.get_logger()
 
 
-class Accumulation:
-    """Means over the micro-batches of a step, built into the training graph."""
+class Accumulation(tf.compat.v1.train.SessionRunHook):
+    """Means over the micro-batches of a step, and the hook that runs all of them but the last."""
 
     def __init__(self, micro_batches: int, examples: tf.Tensor | None = None) -> None:
         self.micro_batches = micro_batches
         # scalar of float32, the weight of this micro-batch in a mean; None if all weigh the same
         self._examples = examples
         self._additions: list[tf.Operation] = []
+        self._all_additions: tf.Operation | None = None
+        self._pending = 0  # micro-batches that wait for a step
         self.is_used = False  # True once any mean is built
         self.all_examples = None if examples is None else self.total(examples, "examples")
 
@@ -59,23 +61,14 @@ class Accumulation:
         updates = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.UPDATE_OPS)
         return [getattr(each, "op", each) for each in (*self._additions, *updates)]
 
-    def hook(self) -> tf.compat.v1.train.SessionRunHook:
-        """Returns the hook that runs all micro-batches but the last; call it after all means."""
-        additions = tf.group(*self.additions)
-        return _MicroBatchesHook(self.micro_batches - 1, additions, self._examples is None)
-
-
-class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
-    def __init__(self, times: int, operation: tf.Operation, data_may_end: bool) -> None:
-        self._times = times
-        self._data_may_end = data_may_end
-        self._operation = operation
-        self._pending = 0
+    def finish(self) -> None:
+        """Completes the hook, when all means are built."""
+        self._all_additions = tf.group(*self.additions)
 
     def before_run(self, run_context: Any) -> None:
         """Accumulates all but the last micro-batch, unless the data end, as in a step."""
-        for _ in range(self._times):
-            run_context.session.run(self._operation)
+        for _ in range(self.micro_batches - 1):
+            run_context.session.run(self._all_additions)
             self._pending += 1
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
@@ -86,9 +79,9 @@ class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
     def end(self, session: tf.compat.v1.Session) -> None:
         """Logs micro-batches that the end of the data has left without a step."""
         del session
-        if self._pending and self._data_may_end:
+        if self._pending and self._examples is None:
             _log.info(
                 "the data ended after %d of %d micro-batches, which make no step",
                 self._pending,
-                self._times + 1,
+                self.micro_batches,
             )

@@ -8,7 +8,6 @@ into as few exchanges as possible, and the stand-ins are replaced by their resul
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +19,7 @@ import hostopt
 from estimator_ext._tf_private import control_flow_context, replace_input, replace_tensor
 from estimator_ext.graphs.walks import operations_before
 from estimator_ext.reduction.schedule import Deferred, make_schedule, needs_no_reduction
+from hostopt.collectives.communicator import all_gather_json
 from hostopt.gradients.reducer import AnyReducer
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.ops import StopSaveFlags
@@ -139,10 +139,9 @@ class DeferredReductions:
             return []
         used = operations_before(targets)
         names = [name for name, each in values.items() if not used.isdisjoint(each.stand_ins)]
-        texts = self._communicator.all_gather_bytes(
-            json.dumps(names).encode(), "the reductions that the ranks use in a step"
-        )
-        of_all = dict.fromkeys(name for text in texts for name in json.loads(text))
+        text = "the reductions that the ranks use in a step"
+        of_ranks = all_gather_json(self._communicator, names, text)
+        of_all = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
         return [op for name in of_all if name in values for op in values[name].stand_ins]
 
     def _reduce(

@@ -24,7 +24,6 @@ TensorFlow has not allocated its memory; so the other ranks, which read that mem
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,6 +49,7 @@ from estimator_ext.reduction.divided_slots import (
     part_variable,
 )
 from estimator_ext.reduction.locked_reads import Window, can_lock, initializing
+from hostopt.collectives.communicator import all_gather_json
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.divided_update import DividedUpdate
@@ -120,10 +120,6 @@ def divide_updates(
 ) -> tuple[list[Window], DividedSlots]:
     """Divides the updates of a step. Collective: all ranks must call it.
 
-    Args:
-      targets: what the step runs.
-      reduction: the `GradientReduction` of the step.
-
     Returns:
       The times in which the step has taken values away, whose ends it must run, too; and the
       slots.
@@ -171,10 +167,7 @@ def _on_all_ranks(
         user = _only_user(total, by_op, reduction.means)
         if user is not None:
             local[user.variable.op.name] = name
-    texts = communicator.all_gather_bytes(
-        json.dumps(local).encode(), "the updates that each rank can divide"
-    )
-    of_ranks = [json.loads(text) for text in texts]
+    of_ranks = all_gather_json(communicator, local, "the updates that each rank can divide")
     common = [e for e in updates if all(e.variable.op.name in each for each in of_ranks)]
     alone: dict[str, _Update] = {}
     for each in common:
@@ -281,15 +274,16 @@ def _can_divide(
         return False
     if not control_outputs(op):  # a hook may run it by itself, without [U6]
         return False
-    changes = [each for each in users(variable.handle) if each in step and each.type not in READS]
-    uses = [[each for each in users(slot.handle) if each in step] for slot in slots]
+    used, *of_slots = (
+        [user for user, _ in users(each.handle) if user in step] for each in (variable, *slots)
+    )
+    changes = [each for each in used if each.type not in READS]
     has_shape = all(each.shape == variable.shape for each in slots)
     is_static = variable.shape.is_fully_defined()
-    return is_static and has_shape and all(each == [op] for each in (changes, *uses))
+    return is_static and has_shape and all(each == [op] for each in (changes, *of_slots))
 
 
 def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
-    """Divides updates."""
     ops, updates = tf.raw_ops, group.updates
     variables = [each.variable for each in updates]
     ready = list(dict.fromkeys(op for each in updates for op in runs_before(each.op)))
@@ -357,17 +351,13 @@ def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: boo
         gradient, indices = _rows_of(gradient, op.inputs[where], start, start + shape[0])
         replace_input(op, where, of_unknown_shape(indices))
     elif not is_scattered:
-        gradient = _flat(gradient)[part]
+        gradient = tf.reshape(gradient, [-1])[part]
     replace_input(op, update.gradient, of_unknown_shape(gradient))
     with tf.control_dependencies([op]):  # [U4]
         # else TensorFlow would copy what an operation with rows has updated
         read = ops.DisableCopyOnRead(resource=ours)
     with tf.control_dependencies([read]):
         return ops.ReadVariableOp(resource=ours, dtype=dtype)
-
-
-def _flat(value: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(value, [-1])
 
 
 def _rows_of(

@@ -30,7 +30,7 @@ from estimator_ext._tf_private import (
 )
 from estimator_ext.graphs.walks import data_before, walk
 from estimator_ext.losses.kind import MEAN, SUM, LossFunctions, LossKind, Penalties, kind_of
-from estimator_ext.losses.reader import Known, LossReader
+from estimator_ext.losses.reader import LossReader
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.sparse import parts_of, set_shape_of, values_of
 
@@ -109,8 +109,7 @@ class MarkedGraph(tf.Graph):
     ) -> None:
         """Reads the graphs of losses from now on, in a program that does not know of ranks."""
         functions = self._loss_functions.reductions
-        known = Known(data, functions, self.marks, size, said, weighted)
-        self._reader = LossReader(known)
+        self._reader = LossReader(data, functions, self.marks, size, said, weighted)
 
     def loss_kind(
         self, targets: Sequence[Any], weights: Sequence[Any] = (), can_divide: bool = True
@@ -127,11 +126,6 @@ class MarkedGraph(tf.Graph):
         kind = kind_of(targets, self._reader, can_divide)
         self.penalties.prepare(kind)
         return kind
-
-    @property
-    def factors(self) -> list[tf.Operation]:
-        """Factors that make the terms of a loss parts of the ranks."""
-        return [*self.scale_factors, *self.penalties.factors.values()]
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
         """Returns True if targets depend on a loss that an optimizer has divided by the ranks.

@@ -102,11 +102,6 @@ class GradientReduction:
             reducer.close()
         self.reducers.clear()
 
-    def check_skipped(self, updates: Updates) -> None:
-        """Checks that updates can be skipped, if the option `nonfinite` asks for it."""
-        if self._strategy.options.nonfinite == "skip":
-            self.skipping.check(updates)
-
     # -- the step ---------------------------------------------------------------------------
 
     def build_step(

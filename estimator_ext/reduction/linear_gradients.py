@@ -8,7 +8,7 @@ that is not linear, or to which anything else is added, as noise or clipping by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from estimator_ext.graphs.walks import (
     LOOPS,
     data_before,
     original_functions,
+    parameters,
     walk,
 )
 from estimator_ext.reduction.gradient_marks import Mark
@@ -30,19 +31,17 @@ _PASSING = ("Identity", "Neg", "Cast", "Reshape", "EnsureShape", "StopGradient",
 Marks = dict[Mark, None]
 
 
+@dataclass
 class LinearGradients:
     """The results of calls that are linear in gradients."""
 
-    def __init__(
-        self, marks: Mapping[tf.Operation, Mark], is_same: Callable[[tf.Tensor], bool]
-    ) -> None:
-        self._graph = tf.compat.v1.get_default_graph()
-        self._marks = marks
-        self._is_same = is_same
-        self._found: dict[Any, Mark | None] = {}
-        self._passed: dict[tf.Operation, tf.Tensor] = {}  # by argument of a function
-        # by argument of the body of a loop: its number, and the numbers of those to be followed
-        self._carried: dict[tf.Operation, tuple[int, list[int]]] = {}
+    marks: Mapping[tf.Operation, Mark]
+    is_same: Callable[[tf.Tensor], bool]
+    _graph: tf.Graph = field(default_factory=tf.compat.v1.get_default_graph)
+    _found: dict[Any, Mark | None] = field(default_factory=dict)
+    _passed: dict[tf.Operation, tf.Tensor] = field(default_factory=dict)  # by argument
+    # by argument of the body of a loop: its number, and the numbers of those to be followed
+    _carried: dict[tf.Operation, tuple[int, list[int]]] = field(default_factory=dict)
 
     def mark_of(self, tensor: tf.Tensor) -> Mark | None:
         """Returns the mark of a result of a call that can be reduced like a gradient, or None."""
@@ -66,13 +65,13 @@ class LinearGradients:
 
     def _can_reduce(self, mark: Mark) -> bool:
         is_dense = isinstance(mark.gradient, tf.Tensor)
-        return is_dense and (mark.source.dtype == tf.resource or self._is_same(mark.source))
+        return is_dense and (mark.source.dtype == tf.resource or self.is_same(mark.source))
 
     def _terms(self, tensor: tf.Tensor) -> Marks | None:
         """Returns the gradients of which a tensor is a linear function; None if it is not."""
         op = tensor.op
-        if op in self._marks:
-            return {self._marks[op]: None}
+        if op in self.marks:
+            return {self.marks[op]: None}
         if op in self._carried:
             number, followed = self._carried[op]
             followed.append(number)
@@ -109,26 +108,25 @@ class LinearGradients:
 
     def _is_same_on_all(self, op: tf.Operation) -> bool:
         if op.graph is self._graph:
-            return all(map(self._is_same, op.outputs))
+            return all(map(self.is_same, op.outputs))
         if op in self._passed:
             return self._is_factor(self._passed[op])
-        if op in self._carried or op in self._marks or op.type in (*CALLS, "Placeholder"):
+        if op in self._carried or op in self.marks or op.type in (*CALLS, "Placeholder"):
             return False
         return takes_handle(op) or not depends_on_more(op)
 
     def _terms_of_call(self, op: tf.Operation, index: int) -> Marks | None:
-        if op.type in BRANCHES and not self._is_same(op.inputs[0]):
+        if op.type in BRANCHES and not self.is_same(op.inputs[0]):
             return None
         terms = []
         for _, body in original_functions(op):
-            passed = op.inputs[len(op.inputs) - len(body.inputs) :]
-            self._passed.update((a.op, tensor) for a, tensor in zip(body.inputs, passed))
+            self._passed.update((each.op, passed) for each, passed in parameters(op, body))
             terms.append(self._terms(body.outputs[index]))
         return _union(terms)
 
     def _terms_of_loop(self, op: tf.Operation, index: int) -> Marks | None:
         """Follows the variables of a loop, each of which may be added to others."""
-        if not any(map(self._is_same, op.outputs)):  # its condition may differ
+        if not any(map(self.is_same, op.outputs)):  # its condition may differ
             return None
         body = dict(original_functions(op))["body"]
         todo, done = [index], set()

@@ -20,7 +20,7 @@ itself: in a step it comes before the update, and who fetches the variable gets 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -39,9 +39,11 @@ from estimator_ext.graphs.operation_kinds import GATHERS, READS
 from estimator_ext.graphs.walks import (
     CALLS,
     PASSES_VARIABLE,
-    arguments_of,
     functions_called,
     operations_before,
+    runs_after,
+    uses,
+    walk,
 )
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -113,15 +115,7 @@ class LockedReadsHook(tf.compat.v1.train.SessionRunHook):
 def _between(window: Window) -> set[tf.Operation]:
     """Returns the operations of a window."""
     before = operations_before([window.end])
-    found: set[tf.Operation] = set()
-    todo = [window.lock.op]
-    while todo:
-        op = todo.pop()
-        if op in before and op not in found:
-            found.add(op)
-            todo += [each for output in op.outputs for each in output.consumers()]
-            todo += control_outputs(op)
-    return found
+    return set(walk([window.lock.op], lambda op: before.intersection(runs_after(op))))
 
 
 def _lock(
@@ -130,11 +124,10 @@ def _lock(
     """Makes an operation that takes the handle of a variable wait for its value."""
     if op.type in _NEED_NO_VALUE or (op in starts and not can_lock(op)):
         return
-    uses = list(_uses(op, variable.handle))
-    is_change = uses == [op] and op.type not in READS
-    if is_change:
+    users = [user for user, _ in uses(op, variable.handle)]
+    if users == [op] and op.type not in READS:  # a change
         return
-    if not can_lock(op) or not all(each.type in READS for each in uses):
+    if not can_lock(op) or not all(each.type in READS for each in users):
         raise hostopt.ConfigError(
             f"{op.name!r} uses variable {variable.op.name!r} in a branch, a loop or a function, "
             "perhaps while the ranks divide its update. Use its value, by tf.identity(variable), "
@@ -203,13 +196,3 @@ def _protect(value: tf.Tensor, seen: set[tf.Operation]) -> None:
         with tf.device(value.device):
             copy = tf.raw_ops.DeepCopy(x=value)
         replace_inputs(op, value, copy)
-
-
-def _uses(op: tf.Operation, handle: tf.Tensor) -> Iterator[tf.Operation]:
-    """Yields what reads or changes a variable that one of its consumers takes."""
-    within = op.outputs if PASSES_VARIABLE.match(op.type) else list(arguments_of(op, handle))
-    if not within:
-        yield op
-    for each in within:
-        for consumer in each.consumers():
-            yield from _uses(consumer, each)

@@ -18,7 +18,7 @@ import hostopt
 from estimator_ext.graphs.fingerprint import Updates
 from estimator_ext.graphs.operation_kinds import ADDING, PRODUCTS, QUOTIENTS, takes_handle
 from estimator_ext.graphs.walks import data_before, walk
-from estimator_ext.losses.reader import Known, LossReader
+from estimator_ext.losses.reader import LossReader
 from estimator_ext.reduction.gradient_marks import Mark, marks_of_graph
 from hostopt.tensorflow.sparse import values_of
 
@@ -40,18 +40,11 @@ _LINEAR += ("EnsureShape", "StopGradient", "Pack", "ConcatV2", "Sum", "Mean", "U
 def refuse_changed_parts(
     updates: Updates, data: Collection[tf.Operation], marks: Iterable[Mark], size: int
 ) -> None:
-    """Checks that the gradients of parts of a batch are added up before anything else.
-
-    Args:
-      updates: those of a step.
-      data: operations that return this rank's data.
-      marks: the gradients that will be reduced.
-      size: number of ranks.
-    """
+    """Checks that gradients of parts of a batch, which will be reduced, are first added up."""
     by_source: dict[str | None, list[Mark]] = {}
     for mark in marks:
         by_source.setdefault(updates.variable_of(mark.source.op), []).append(mark)
-    reader = LossReader(Known(data, {}, marks_of_graph(), size))
+    reader = LossReader(data, {}, marks_of_graph(), size)
     selected = functools.cache(functools.partial(_selected, reader))  # by targets
     changes = [op for operations in updates.varying.values() for op in operations]
     used: set[tf.Operation] = set()
@@ -76,7 +69,7 @@ def _of_parts(selected: Callable[[Any], set[Any]], marks: Sequence[Mark]) -> lis
 def _selected(reader: LossReader, targets: Iterable[tf.Operation]) -> set[Any]:
     """Returns the tensors from which losses take examples by constant positions."""
     found = set()
-    for op in walk(targets, lambda op: [] if op in reader.known.gradients else data_before(op)):
+    for op in walk(targets, lambda op: [] if op in reader.gradients else data_before(op)):
         value, constants = _SELECTING.get(op.type, (0, ()))
         if op.type in _SELECTING and not op.inputs[value].op.type.startswith("Shape"):
             numbers = [tf.get_static_value(op.inputs[index]) for index in constants]

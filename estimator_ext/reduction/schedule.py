@@ -52,9 +52,8 @@ class Deferred:
     """A reduction that is built at the end of the graph."""
 
     reduction: Reduction
-    stand_ins: tuple[
-        tf.Operation, ...
-    ]  # one for each tensor of the value; they pass on the result
+    # one for each tensor of the value; they pass on the result
+    stand_ins: tuple[tf.Operation, ...]
     weight: tf.Tensor | None  # scalar of float64, of this rank's gradients; None for 1
     nonfinite: str | None  # reaction to NaN and Inf; None for that of the option
 
@@ -81,11 +80,7 @@ def make_schedule(
     loss: tf.Operation,
     repeated: Sequence[tf.Operation],
 ) -> Schedule:
-    """Groups reductions into exchanges: [R1], [R3] to [R5].
-
-    Returns:
-      The schedule, the same on all ranks if their graphs are.
-    """
+    """Groups reductions into exchanges: [R1], [R3] to [R5]. Ranks with the same graph agree."""
     unused, unused_results = _unused(targets, deferred, built)  # [R4]
     stand_ins = [op for each in unused for op in each.stand_ins]
     in_step, levels = _levels([*targets, *stand_ins, loss], deferred)  # [R1]

@@ -34,7 +34,10 @@ class SkippedUpdates:
             # these sums depend on updates, which cannot wait for them
             with tf.device(HOST_DEVICE), tf.control_dependencies(sources):
                 self._finite = tf.numpy_function(
-                    self._all_finite, [], tf.bool, name="HostAllFinite"
+                    lambda: np.bool_(all(check.finite for check in self.checks)),
+                    [],
+                    tf.bool,
+                    name="HostAllFinite",
                 )
             self._finite.set_shape([])
         else:
@@ -45,16 +48,7 @@ class SkippedUpdates:
         finite = self._finite
         if finite is None:
             return function
-
-        def guarded(*args: Any, **kwargs: Any) -> tf.Operation:
-            def update() -> tf.Tensor:
-                built = tf.nest.flatten(function(*args, **kwargs))
-                with tf.control_dependencies([each for each in built if each is not None]):
-                    return tf.constant(True)
-
-            return tf.cond(finite, update, lambda: tf.constant(False)).op
-
-        return guarded
+        return lambda *args, **kwargs: run_if(finite, lambda: function(*args, **kwargs)).op
 
     def check(self, updates: Updates) -> None:
         """Checks that every update with a gradient can be skipped."""
@@ -83,8 +77,16 @@ class SkippedUpdates:
             )
         return self._predicates[predicate]
 
-    def _all_finite(self) -> np.bool_:
-        return np.bool_(all(check.finite for check in self.checks))
+
+def run_if(condition: tf.Tensor, build: Callable[[], Any]) -> tf.Tensor:
+    """Runs the operations that a function builds if a condition is true, which it returns."""
+
+    def run() -> tf.Tensor:
+        built = tf.nest.flatten(build())
+        with tf.control_dependencies([each for each in built if each is not None]):
+            return tf.constant(True)
+
+    return tf.cond(condition, run, lambda: tf.constant(False))
 
 
 class HooksWithoutNan(list[Any]):

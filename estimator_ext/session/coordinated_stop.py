@@ -8,7 +8,6 @@ know beforehand, such as at max_steps, happens immediately.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from estimator_ext._tf_private import (
 from estimator_ext.input.state import InputStates
 from estimator_ext.reduction.divided_slots import DividedSlots
 from estimator_ext.variables.sync_on_read import SyncOnRead
+from hostopt.collectives.communicator import all_gather_json
 from hostopt.tensorflow.ops import StopSaveFlags
 
 _log = tf.get_logger()
@@ -140,9 +140,8 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Finds the step at which all ranks stop."""
         del session, coord
-        local = json.dumps(last_steps(self._hooks)).encode()
-        gathered = self._communicator.all_gather_bytes(local)
-        of_all = set.intersection(*(set(json.loads(each)) for each in gathered))
+        of_ranks = all_gather_json(self._communicator, last_steps(self._hooks))
+        of_all = set.intersection(*map(set, of_ranks))
         self.last_step = min(of_all, default=sys.maxsize)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:

@@ -45,11 +45,7 @@ class SessionCloseHook(tf.compat.v1.train.SessionRunHook):
 
 
 def close_in_time(session: tf.compat.v1.Session, limit_s: float = LIMIT_S) -> None:
-    """Replaces `close` of a session: it returns while a thread still closes a slow session.
-
-    Args:
-      limit_s: time to wait for the thread.
-    """
+    """Replaces `close` of a session: it returns while a thread still closes a slow session."""
     close, reachable = session.close, weakref.ref(session)
 
     def replacement() -> None:

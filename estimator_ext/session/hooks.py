@@ -72,9 +72,6 @@ class EventsFilePerProcessHook(tf.compat.v1.train.SessionRunHook):
 
     TensorFlow names the file after the second and the host. Two processes that evaluate the last
     checkpoint at the same time would write into one file and corrupt it.
-
-    Args:
-      directory: directory of the events file.
     """
 
     def __init__(self, directory: str) -> None:

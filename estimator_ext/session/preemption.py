@@ -41,11 +41,10 @@ _DEFAULT_HANDLERS = {
 }
 
 
-class Preemption:
-    """Signals that this rank or another one got during a training.
+class PreemptionHook(tf.compat.v1.train.SessionRunHook):
+    """Requests a stop after the step in which this rank got a signal.
 
-    Args:
-      leave: function that leaves the ring in good order.
+    It knows the signals of this rank and of others. `leave` leaves the ring in good order.
     """
 
     def __init__(self, leave: Callable[[], None]) -> None:
@@ -80,9 +79,14 @@ class Preemption:
             exit_without_wait()
             raise _exit_for(self.signum)
 
-    def begin_steps(self) -> None:
-        """Makes signals wait for the end of a step from now on."""
+    def before_run(self, run_context: Any) -> None:
+        """Makes signals wait for the end of the step."""
         self._is_stepping = True
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Requests a stop, which `EndStopSaveHook` turns into a stop of all ranks."""
+        if self.signum:
+            run_context.request_stop()
 
     def share(self, communicator: hostopt.Communicator) -> None:
         """Exchanges the signals of all ranks at the end of training.
@@ -125,28 +129,6 @@ class Preemption:
         return f"training stops on all ranks after this session.run or the next, {saves}; {more}"
 
 
-class PreemptionHook(tf.compat.v1.train.SessionRunHook):
-    """Requests a stop after the step in which this rank got a signal.
-
-    Args:
-      preemption: signals of the training.
-    """
-
-    def __init__(self, preemption: Preemption) -> None:
-        self.preemption = preemption
-
-    def before_run(self, run_context: Any) -> None:
-        """Makes signals wait for the end of the step."""
-        del run_context
-        self.preemption.begin_steps()
-
-    def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Requests a stop, which `EndStopSaveHook` turns into a stop of all ranks."""
-        del run_values
-        if self.preemption.signum:
-            run_context.request_stop()
-
-
 def _exit_for(signum: int) -> BaseException:
     return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
 
@@ -155,7 +137,7 @@ def _exit_for(signum: int) -> BaseException:
 
 
 @contextlib.contextmanager
-def _handlers(preemption: Preemption) -> Iterator[set[int]]:
+def _handlers(preemption: PreemptionHook) -> Iterator[set[int]]:
     """Installs the handler of a preemption; yields the signals that it handles."""
     signums: set[int] = set()
     if threading.current_thread() is threading.main_thread():
@@ -187,7 +169,7 @@ os.register_at_fork(after_in_child=_restore_in_child)
 
 
 @contextlib.contextmanager
-def _watched(signums: set[int], preemption: Preemption) -> Iterator[None]:
+def _watched(signums: set[int], preemption: PreemptionHook) -> Iterator[None]:
     """Starts the thread that sees signals immediately, even if the main thread is busy."""
     if not signums:
         yield
@@ -207,7 +189,7 @@ def _watched(signums: set[int], preemption: Preemption) -> Iterator[None]:
         os.close(reader)
 
 
-def _watch(reader: int, signums: set[int], preemption: Preemption) -> None:
+def _watch(reader: int, signums: set[int], preemption: PreemptionHook) -> None:
     """Logs signals, and ends the process if the main thread does not."""
     selector = selectors.PollSelector()  # `select` cannot take descriptors above 1023
     selector.register(reader, selectors.EVENT_READ)

@@ -25,6 +25,7 @@ from estimator_ext._tf_private import (
     could_possibly_record,
     record_operation,
     scaled_loss,
+    select_replica,
     set_initializer,
     variable_accessed,
 )
@@ -211,7 +212,9 @@ class HostOffloadExtended(_RankExtended):
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         del options
         is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        if self._num_replicas_in_sync == 1 or (is_mean and _is_mirrored(value)):
+        is_trained = isinstance(value, tf.Variable) and value.trainable
+        is_mirrored = is_trained and not is_sync_on_read(value)
+        if self._num_replicas_in_sync == 1 or (is_mean and is_mirrored):
             return value
         tensor = tf.convert_to_tensor(value)
         named = destinations if isinstance(destinations, tf.Variable) else tensor
@@ -257,8 +260,8 @@ class HostOffloadExtended(_RankExtended):
         return self._on_device(colocate_with[0], fn, args, kwargs, group)
 
     def _on_device(self, device: str, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
-        with tf.device(device), UpdateContext(device):
-            result = fn(*args, **kwargs)
+        with tf.device(device), UpdateContext(0):
+            result = fn(*select_replica(0, args), **select_replica(0, kwargs))
             return result if group else tf.nest.map_structure(self._local_results, result)
 
     def non_slot_devices(self, var_list: Any) -> tuple[str]:
@@ -296,6 +299,9 @@ class ReplicaContext(OneDeviceReplicaContext):
     The gradient of TensorFlow's own `all_reduce` would count each rank once.
     """
 
+    def __init__(self, strategy: Any, replica: int = 0) -> None:
+        tf.distribute.ReplicaContext.__init__(self, strategy, replica)
+
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Reduces tensors over the ranks, as `tf.distribute.ReplicaContext.all_reduce` does."""
         if isinstance(reduce_op, str):
@@ -317,10 +323,6 @@ class ReplicaContext(OneDeviceReplicaContext):
 def in_functions() -> bool:
     """Returns True eagerly and in functions, False in a graph of TensorFlow 1."""
     return bool(tf.compat.v1.executing_eagerly_outside_functions())
-
-
-def _is_mirrored(value: Any) -> bool:
-    return isinstance(value, tf.Variable) and value.trainable and not is_sync_on_read(value)
 
 
 def _is_gradient(value: Any, destination: Any) -> bool:

@@ -19,17 +19,15 @@ import hostopt
 from estimator_ext._tf_private import (
     VARIABLE_POLICIES,
     DistributedVariable,
-    UpdateContext,
     create_mirrored_variable,
     is_compiled_by_xla,
-    options_in_graph,
     select_replica,
     variant_tensor,
 )
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.data_order import OrderCheck
 from estimator_ext.pipelines.pipeline import reads_files
-from estimator_ext.pipelines.sharding import POLICIES, CommonSeed
+from estimator_ext.pipelines.sharding import CommonSeed, policy_of, with_policy
 from estimator_ext.strategy.extended import HostOffloadExtended, ReplicaContext, in_functions
 from estimator_ext.strategy.mirrored_variables import (
     CLASSES,
@@ -114,7 +112,7 @@ class _Replica(HostOffloadExtended):
             return super()._call_for_each_replica(fn, args, kwargs)
         was_running, self._runs.now = self.is_running, True
         try:
-            replica = FunctionReplicaContext(self._strategy)
+            replica = ReplicaContext(self._strategy, self._strategy.cluster.rank or 0)
             with tf.device(self._step_device), self._seed.hidden(), replica:
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         finally:
@@ -132,7 +130,7 @@ class _Replica(HostOffloadExtended):
         if not self._is_alone:
             if in_functions():
                 _check_lengths(self.ring(), dataset)
-                dataset = _with_policy(dataset, self.auto_shard)
+                dataset = with_policy(dataset, self.auto_shard) if self.auto_shard else dataset
             dataset = _in_one_order(self._order_check(), dataset, self._seed)
         return super()._experimental_distribute_dataset(dataset, options)
 
@@ -293,26 +291,7 @@ class FunctionExtended(_Replica):
     def update_variable(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         """Calls a function that updates a variable, on the device of the variable."""
         component = var.values[0] if isinstance(var, DistributedVariable) else var
-        return self._run_update(component.device, fn, (component, *args), kwargs, group)
-
-    def _update_non_slot(
-        self, colocate_with: Any, fn: Any, args: Any, kwargs: Any, group: bool
-    ) -> Any:
-        if not in_functions():
-            return super()._update_non_slot(colocate_with, fn, args, kwargs, group)
-        return self._run_update(colocate_with[0], fn, args, kwargs, group)
-
-    def _run_update(self, device: str, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
-        with tf.device(device), UpdateContext(0):
-            result = fn(*select_replica(0, args), **select_replica(0, kwargs or {}))
-            return result if group else tf.nest.map_structure(self._local_results, result)
-
-
-class FunctionReplicaContext(ReplicaContext):
-    """Context of a function that `strategy.run` calls; the replica is numbered by its rank."""
-
-    def __init__(self, strategy: Any) -> None:
-        tf.distribute.ReplicaContext.__init__(self, strategy, strategy.cluster.rank or 0)
+        return self._on_device(component.device, fn, (component, *args), kwargs, group)
 
 
 def _local(value: Any) -> Any:
@@ -356,19 +335,9 @@ def _refuse_keras_3() -> None:
 # -- datasets --------------------------------------------------------------------------------
 
 
-def _with_policy(dataset: Any, policy: str | None) -> Any:
-    """Returns a dataset that TensorFlow shards as the option auto_shard says."""
-    if policy is None:
-        return dataset
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = POLICIES[policy]
-    return dataset.with_options(options)
-
-
 def _in_one_order(check: OrderCheck, dataset: Any, seed: CommonSeed) -> Any:
     """Checks that ranks that shard by position have the same data in one order; collective."""
-    with options_in_graph():
-        policy = dataset.options().experimental_distribute.auto_shard_policy
+    policy = policy_of(dataset)
     graph = getattr(variant_tensor(dataset), "graph", None)
     # what a function has created cannot be read
     if policy in (_POLICY.OFF, _POLICY.FILE) or (graph is not None and graph.building_function):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Union
 
 import tensorflow as tf
 
+from estimator_ext.reduction.skipped_updates import run_if
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 from hostopt.gradients.nonfinite import ALLOW
 from hostopt.options import MAX_COUNT, shown
@@ -165,7 +167,7 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
                 self._optimizer.apply_gradients, args=(pairs, global_step)
             )
 
-        applied = _branch(finite, update)
+        applied = run_if(finite, update)
         with tf.control_dependencies(values):  # which were computed with the old scale
             return tf.group(applied, self._adapt(finite), name=name)
 
@@ -183,16 +185,9 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
 
     def _variables(self) -> tuple[tf.Variable, tf.Variable]:
         if self._state is None:
-            scale = tf.compat.v1.Variable(
-                lambda: tf.constant(self._initial_scale, tf.float32),
-                trainable=False,
-                use_resource=True,
-                name="loss_scale",
-            )
-            good_steps = tf.compat.v1.Variable(
-                lambda: tf.constant(0), trainable=False, use_resource=True, name="good_steps"
-            )
-            self._state = scale, good_steps
+            new = functools.partial(tf.compat.v1.Variable, trainable=False, use_resource=True)
+            scale = new(lambda: tf.constant(self._initial_scale, tf.float32), name="loss_scale")
+            self._state = scale, new(lambda: tf.constant(0), name="good_steps")
         return self._state
 
 
@@ -209,11 +204,3 @@ def _check(scale: Any, growth_steps: Any) -> None:
             f"growth_steps is {shown(growth_steps)}, wanted a whole number from 0 to {MAX_COUNT}. "
             "Give one, or leave it out"
         )
-
-
-def _branch(condition: tf.Tensor, operation: Callable[[], tf.Operation]) -> tf.Tensor:
-    def run() -> tf.Tensor:
-        with tf.control_dependencies([operation()]):
-            return tf.constant(True)
-
-    return tf.cond(condition, run, lambda: tf.constant(False))

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Callable, Union
 
 import tensorflow as tf
 
 import hostopt
-from hostopt.options import MAX_COUNT, WIRE_FORMATS, YEAR_S, shown
+from hostopt.options import (
+    MAX_COUNT,
+    WIRE_FORMATS,
+    YEAR_S,
+    Choice,
+    Number,
+    check_option,
+    option,
+    shown,
+)
 
 SLOTS = (None, "average", "keep", "reset")
 COMPRESSIONS = (None, *WIRE_FORMATS, "int8", "int4")
@@ -42,41 +52,19 @@ class LocalSteps:
       hostopt.ConfigError: a value is not allowed.
     """
 
-    sync_every: int = 1
+    sync_every: int = option(1, Number(1, MAX_COUNT, whole=True))
     sync_secs: float | None = None
-    sync_warmup_steps: int = 0
+    sync_warmup_steps: int = option(0, Number(0, MAX_COUNT, whole=True))
     outer_optimizer: OuterOptimizer = None
-    sync_slots: str | None = None
-    sync_compression: str | None = None
-    sync_fragments: int = 1
-    sync_delay: int = 0
+    sync_slots: str | None = option(None, Choice(SLOTS))
+    sync_compression: str | None = option(None, Choice(COMPRESSIONS))
+    sync_fragments: int = option(1, Number(1, MAX_COUNT, whole=True))
+    sync_delay: int = option(0, Number(0, MAX_COUNT, whole=True))
 
     def __post_init__(self) -> None:
-        _check_count("sync_every", self.sync_every, 1)
-        _check_count("sync_warmup_steps", self.sync_warmup_steps, 0)
-        _check_count("sync_fragments", self.sync_fragments, 1)
-        _check_count("sync_delay", self.sync_delay, 0)
-        if self.sync_secs is not None:
-            is_number = isinstance(self.sync_secs, (int, float)) and not isinstance(
-                self.sync_secs, bool
-            )
-            if not is_number or not 0 < self.sync_secs <= YEAR_S:
-                raise _error("sync_secs", self.sync_secs, f"None or seconds up to {YEAR_S:.0f}")
-            if self.sync_every != 1:
-                raise _error("sync_secs", self.sync_secs, "None with sync_every")
-        outer = self.outer_optimizer
-        if not (outer is None or isinstance(outer, _Optimizer) or callable(outer)):
-            wanted = "an optimizer of tf.compat.v1.train, or a function that returns one"
-            raise _error("outer_optimizer", outer, wanted)
-        for name, value, choices in (
-            ("sync_slots", self.sync_slots, SLOTS),
-            ("sync_compression", self.sync_compression, COMPRESSIONS),
-        ):
-            if not (value is None or isinstance(value, str)) or value not in choices:
-                raise _error(name, value, f"one of {', '.join(map(repr, choices))}")
-        self._check_together()
-
-    def _check_together(self) -> None:
+        for each in fields(self):
+            if each.metadata:
+                check_option(each.name, each, getattr(self, each.name))
         others = (
             self.sync_warmup_steps,
             self.sync_slots,
@@ -90,22 +78,30 @@ class LocalSteps:
                 "have no effect if ranks reduce gradients in each step. Set sync_every, sync_secs "
                 "or outer_optimizer too"
             )
-        if self.sync_secs is None and self.sync_every % self.sync_fragments:
-            raise _error(
-                "sync_fragments", self.sync_fragments, f"a divisor of {self.sync_every} steps"
-            )
-        most = self.sync_every // self.sync_fragments - 1
-        if self.sync_secs is None and self.sync_delay > max(most, 0):
-            raise _error(
-                "sync_delay", self.sync_delay, f"at most {most}, one step before the next one"
-            )
-        if self.sync_delay and self.sync_slots not in (None, "keep"):
-            raise _error("sync_slots", self.sync_slots, "None or 'keep' with sync_delay")
-        if self.sync_fragments > 1 and self.sync_slots == "reset":
-            raise _error("sync_slots", self.sync_slots, "'average' or 'keep' with sync_fragments")
-        if self.sync_fragments > 1 and isinstance(self.outer_optimizer, _Optimizer):
-            wanted = "a function that returns an optimizer, as each fragment needs its own"
-            raise _error("outer_optimizer", self.outer_optimizer, wanted)
+        for name, is_wrong, wanted in self._rules():
+            if is_wrong:
+                raise _error(name, getattr(self, name), wanted)
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yields the name of an option, True if its value is wrong, and the wanted values."""
+        secs, outer, slots = self.sync_secs, self.outer_optimizer, self.sync_slots
+        is_time = secs is None or (Number(0, YEAR_S).wanted(secs) is None and secs > 0)
+        yield "sync_secs", not is_time, f"None or seconds up to {YEAR_S:.0f}"
+        yield "sync_secs", secs is not None and self.sync_every != 1, "None with sync_every"
+        is_optimizer = isinstance(outer, _Optimizer)
+        text = "an optimizer of tf.compat.v1.train, or a function that returns one"
+        yield "outer_optimizer", not (outer is None or is_optimizer or callable(outer)), text
+        if secs is None:
+            steps, rest = divmod(self.sync_every, self.sync_fragments)
+            yield "sync_fragments", rest > 0, f"a divisor of {self.sync_every} steps"
+            text = f"at most {steps - 1}, one step before the next one"
+            yield "sync_delay", self.sync_delay > max(steps - 1, 0), text
+        keeps = slots in (None, "keep")
+        yield "sync_slots", self.sync_delay > 0 and not keeps, "None or 'keep' with sync_delay"
+        if self.sync_fragments > 1:
+            yield "sync_slots", slots == "reset", "'average' or 'keep' with sync_fragments"
+            text = "a function that returns an optimizer, as each fragment needs its own"
+            yield "outer_optimizer", is_optimizer, text
 
     @property
     def is_used(self) -> bool:
@@ -144,12 +140,6 @@ class LocalSteps:
         outer = None if self.outer_optimizer is None else "an optimizer"
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: str(value) for name, value in {**values, "outer_optimizer": outer}.items()}
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole or not least <= value <= MAX_COUNT:
-        raise _error(name, value, f"a whole number from {least} to {MAX_COUNT}")
 
 
 def _error(name: str, value: Any, wanted: str) -> hostopt.ConfigError:

@@ -321,9 +321,7 @@ class Communicator(Channel):
         Raises:
           CollectiveMismatchError: an entry differs. The error lists the values of the ranks.
         """
-        tables = [
-            json.loads(text) for text in self.all_gather_bytes(json.dumps(table).encode(), name)
-        ]
+        tables = all_gather_json(self, table, name)
         if any(other != tables[0] for other in tables):
             raise _mismatch(tables, self.transport.cluster, name)
         return list(tables[0])
@@ -424,6 +422,12 @@ def _values(tables: Sequence[dict[str, str]], name: str) -> str:
         else f"ranks {', '.join(map(str, holders))} have {value}"
         for value, holders in ranks.items()
     )
+
+
+def all_gather_json(communicator: Communicator, value: Any, name: str = "") -> list[Any]:
+    """Gathers what JSON can hold from each rank. Collective: all ranks must call it."""
+    texts = communicator.all_gather_bytes(json.dumps(value).encode(), name)
+    return [json.loads(text) for text in texts]
 
 
 def _receivers(rank: int, size: int, hosts: Hosts | None) -> set[int]:

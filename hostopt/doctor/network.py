@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import errno
 import glob
-import json
 import os
 import socket
 import time
@@ -17,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
 
 from hostopt.cluster.cluster import Cluster, Task
 from hostopt.cluster.tf_config import DATA
-from hostopt.collectives.communicator import Communicator
+from hostopt.collectives.communicator import Communicator, all_gather_json
 from hostopt.connect import connect_ring
 from hostopt.doctor.checking import Finding, note, ok, outcomes, wrong
 from hostopt.doctor.machine import existing, installed, trial_file
@@ -204,7 +202,7 @@ def _memory(communicator: Communicator) -> Iterator[Finding]:
 
 
 def _versions(communicator: Communicator) -> Iterator[Finding]:
-    tables = _gather(communicator, installed(), "versions of the doctors")
+    tables = all_gather_json(communicator, installed(), "versions of the doctors")
     names = list(dict.fromkeys(name for table in tables for name in table))
     different = [name for name in names if len({table.get(name) for table in tables}) > 1]
     for name in different:
@@ -280,9 +278,9 @@ def _shared_dir(communicator: Communicator, model_dir: str | None) -> Iterator[F
         if communicator.rank == 0 and directory is not None:
             with contextlib.suppress(OSError):  # another check reports it
                 name = stack.enter_context(trial_file(directory))
-        name = _gather(communicator, name, "name of a file in model_dir")[0]
+        name = all_gather_json(communicator, name, "name of a file in model_dir")[0]
         sees = None if directory is None else os.path.exists(os.path.join(directory, name))
-        all_see = _gather(communicator, sees, "ranks that see a file in model_dir")
+        all_see = all_gather_json(communicator, sees, "ranks that see a file in model_dir")
     if communicator.rank != 0 or not name:
         return
     blind = [f"rank {rank}" for rank, sees in enumerate(all_see) if sees is False]
@@ -293,8 +291,3 @@ def _shared_dir(communicator: Communicator, model_dir: str | None) -> Iterator[F
         )
     elif None not in all_see:
         yield ok("model_dir is shared by all ranks")
-
-
-def _gather(communicator: Communicator, value: Any, name: str) -> list[Any]:
-    texts = communicator.all_gather_bytes(json.dumps(value).encode(), name)
-    return [json.loads(text) for text in texts]

@@ -6,14 +6,13 @@ exchange which of their local gradients were not finite, so that every rank repo
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
-from hostopt.collectives.communicator import Communicator
+from hostopt.collectives.communicator import Communicator, all_gather_json
 from hostopt.collectives.finite import all_finite
 from hostopt.errors import NonFiniteGradientError
 
@@ -101,8 +100,7 @@ class NonFiniteCheck:
     def _by_rank(self, local: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
         if self._is_local:
             return {self._channel.rank: local}
-        texts = self._channel.all_gather_bytes(json.dumps(local).encode())
-        return {rank: json.loads(text) for rank, text in enumerate(texts)}
+        return dict(enumerate(all_gather_json(self._channel, local)))
 
 
 def find_nonfinite(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, str]:

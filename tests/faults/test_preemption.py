@@ -21,7 +21,7 @@ from ranks import Rank, Ranks
 from signalled import LATE, saved_steps, settings, start
 
 import estimator_ext
-from estimator_ext.session.preemption import Preemption
+from estimator_ext.session.preemption import PreemptionHook
 
 estimator_ext.install()
 
@@ -107,7 +107,7 @@ def test_further_sigterms_do_not_interrupt_the_exit_before_the_first_step(
     handlers: dict[int, Any],
 ) -> None:
     left = []
-    with pytest.raises(SystemExit), Preemption(lambda: None).handled():
+    with pytest.raises(SystemExit), PreemptionHook(lambda: None).handled():
         try:
             signal.raise_signal(signal.SIGTERM)
         finally:
@@ -136,7 +136,7 @@ def test_signals_are_handled_in_a_process_with_many_open_files(
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         while stack.enter_context(open(os.devnull)).fileno() < 1100:
             pass
-        with pytest.raises(SystemExit), Preemption(lambda: None).handled():
+        with pytest.raises(SystemExit), PreemptionHook(lambda: None).handled():
             signal.raise_signal(signal.SIGTERM)
     assert "got SIGTERM" in caplog.text
 

@@ -103,4 +103,4 @@ def test_nothing_is_measured_that_nobody_reads(
     monkeypatch.delenv(progress.VARIABLE, raising=False)
     if launched:
         monkeypatch.setenv(progress.VARIABLE, "progress.json")
-    assert ProgressHook({}, ((), None), 1, [], "", summary_steps).is_needed == needed
+    assert ProgressHook({}, None, 1, [], "", summary_steps).is_needed == needed

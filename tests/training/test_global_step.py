@@ -56,6 +56,9 @@ READING: dict[str, Callable[[Any], Any]] = {
     "a loop": lambda step: tf.while_loop(
         lambda i: i < tf.cast(step, tf.int32), lambda i: i + 1, [0]
     ),
+    "a loop that passes it on": lambda step: tf.while_loop(
+        lambda i, _: i < 3, lambda i, passed: (i + 1, passed), [tf.constant(0), step]
+    ),
     "a function": tf.function(lambda step: step * 2),
     "a saver": lambda step: v1.train.Saver([step]),
     "an update that depends on it": lambda step: v1.get_variable("decayed", [], tf.int64).assign(

@@ -19,7 +19,7 @@ def test_the_end_of_a_training_is_noted(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(progress.VARIABLE, str(path))
     with tf.Graph().as_default():
         step = train.create_global_step().assign_add(1)
-        hook = ProgressHook({}, ((), None), 1, [], model_dir, 0)
+        hook = ProgressHook({}, None, 1, [], model_dir, 0)
         with train.MonitoredSession(hooks=[hook]) as session:
             session.run(step)
             training = progress.read_progress(str(path))["training"]

@@ -59,7 +59,7 @@ def test_reducers_that_a_hook_adds_are_not_reported(tmp_path: Path) -> None:
         training = TrainingGraph(chosen, reduction, config, str(tmp_path), [])
         (hook,) = training._step_report(stamps)
         reduction.reducers.append("of a hook")
-        assert list(hook._reducers) == ["of the step"]
+        assert list(hook.reducers) == ["of the step"]
 
 
 def test_steps_of_loops_are_counted(spawn_inproc: Spawn) -> None:

@@ -12,7 +12,7 @@ from rings import Spawn
 
 import hostopt
 from estimator_ext.losses.kind import LossKind
-from estimator_ext.losses.reader import Known, lengths_of
+from estimator_ext.losses.reader import LossReader
 from estimator_ext.pipelines.data_order import OrderCheck
 from estimator_ext.reduction.gradient_marks import MarkedGraph
 
@@ -140,6 +140,6 @@ def test_the_length_of_a_batch_is_that_of_the_last_batching(spawn: Spawn) -> Non
             rows = tf.data.Dataset.from_tensor_slices(tf.zeros([24, 7])).batch(5).unbatch()
             dataset, _ = OrderCheck(communicator, "").in_one_order(rows.batch(6))
             v1.data.make_one_shot_iterator(dataset).get_next()
-            return lengths_of(Known(set(graph.get_operations()), {}, {}, 2))
+            return LossReader(set(graph.get_operations()), {}, {}, 2).lengths
 
     assert spawn(2, lengths) == [{6}, {6}]
