@@ -30,7 +30,7 @@ from hostopt.collectives.call import Array, CollectiveCall, bytes_of
 from hostopt.collectives.mpi import runtime
 from hostopt.collectives.mpi.runtime import wait
 from hostopt.collectives.ring_schedule import chunk_slices
-from hostopt.collectives.wire_format import NoCompression, WireFormat
+from hostopt.collectives.wire_format import WireFormat, no_compression
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 from hostopt.transport.message import Tag
@@ -202,7 +202,7 @@ class MpiGroup:
         With a wire format, the values that are sent are rounded, and the reduction is in float32.
         The rank that reduces a chunk also keeps the rounded result, so all have the same bits.
         """
-        wire = self._wire_format or NoCompression(flat.dtype)
+        wire = self._wire_format or no_compression(flat.dtype)
         slices = chunk_slices(flat.size, self._size)
         own = flat[slices[self._rank]]
         encoded = wire.encode(flat)

@@ -15,7 +15,7 @@ from hostopt.collectives import wire_format
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.ring import RingGroup
-from hostopt.collectives.wire_format import NoCompression, new_wire_format
+from hostopt.collectives.wire_format import new_wire_format, no_compression
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck
@@ -163,7 +163,7 @@ def test_a_format_reuses_one_array() -> None:
 
 def test_contiguous_arrays_are_not_copied() -> None:
     values = np.arange(4.0)
-    format_ = NoCompression(values.dtype)
+    format_ = no_compression(values.dtype)
     assert format_.encode(values) is values
     format_.reduce(values, np.array([1.0, 5.0, 0.0, 9.0]), np.maximum)
     assert values.tolist() == [1, 5, 2, 9]
