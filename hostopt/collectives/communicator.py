@@ -18,7 +18,7 @@ from hostopt.collectives.mpi.world import World
 from hostopt.collectives.network import Network
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.collectives.ring import RingGroup
-from hostopt.collectives.scalar_sum import ScalarSum, new_scalar_sum
+from hostopt.collectives.scalar_sum import ScalarSum
 from hostopt.collectives.shared_memory import TensorListView
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import CollectiveMismatchError, ConfigError
@@ -97,7 +97,7 @@ class Communicator(Channel):
         """Opens a non-blocking sum of two float32 scalars. Collective: all ranks must call it."""
         channel = self.duplicate(name)
         shared_memory = None if channel.memory is None else channel.memory.channel_of_all()
-        return new_scalar_sum(channel, None if shared_memory is None else shared_memory.counters)
+        return ScalarSum(channel, None if shared_memory is None else shared_memory.counters)
 
     def all_reduce(self, array: Any, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Array:
         """Reduces an array over the ranks. Every rank gets the same bits.

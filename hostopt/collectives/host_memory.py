@@ -129,10 +129,7 @@ class HostMemory:
         """
         block_bytes = SMALL_BLOCK_BYTES if nbytes <= SMALL_BLOCK_BYTES else BLOCK_BYTES
         if block_bytes not in self._hierarchical:
-            opened = open_hierarchical(
-                self._channel, self._hosts, block_bytes, name, self.is_declined
-            )
-            self._hierarchical[block_bytes] = opened
+            self._hierarchical[block_bytes] = self._open(block_bytes, name)
         return self._hierarchical[block_bytes]
 
     def channel_of_all(self, nbytes: int = 0, name: str = "") -> SharedMemoryChannel | None:
@@ -148,10 +145,57 @@ class HostMemory:
 
     def allocate(self, nbytes: int) -> memoryview | None:
         """Allocates zeros that each host's ranks share. Collective: all ranks must call it."""
-        memory, problem = share_memory(self._channel, self._hosts, nbytes)
+        memory, problem = self._share(nbytes)
         if problem and self._channel.rank == 0:
             _log.warning("%s: no memory to share: %s", self._channel.name, problem)
         return memory
+
+    def _open(self, block_bytes: int, name: str) -> HierarchicalAllReduce | None:
+        channel, members = self._channel, self._hosts.members(self._channel.rank)
+        memory, problem = self._share(channel_bytes(len(members), block_bytes), name)
+        if problem:
+            _report(channel, problem)
+            return None
+        shared_memory = None
+        if memory is not None:
+            shared_memory = SharedMemoryChannel(memory, members, block_bytes, channel.transport)
+        return HierarchicalAllReduce(self._hosts, shared_memory, channel.transport)
+
+    def _share(self, nbytes: int, name: str = "") -> tuple[memoryview | None, str]:
+        """Shares new memory among the ranks of each host. Collective: all ranks must call it.
+
+        Returns:
+          The memory, filled with zeros, or None if this rank is alone on its host or any rank
+          failed; and the failures with their ranks, or "".
+        """
+        channel, is_declined = self._channel, self.is_declined
+        members = self._hosts.members(channel.rank)
+        is_leader = channel.rank == members[0]
+        call = name or f"share_memory of {channel.name or 'a channel'}"
+        memory: mmap.mmap | None = None
+        path, problem = "", _DECLINED if is_declined else ""
+        with contextlib.ExitStack() as stack:
+            if is_leader and len(members) > 1 and not is_declined:
+                try:
+                    file = SharedFile(nbytes)
+                    stack.callback(file.unlink)  # after all ranks have mapped it
+                    path, memory = file.path, file.memory
+                except OSError as error:
+                    descriptors.check(error)
+                    problem = f"{shared_file.DIRECTORY} has no {nbytes} bytes free: {error}"
+            # The first gather tells the others the path. After the second one all have mapped the
+            # file, so that the leader may unlink it.
+            path = _all_gather_texts(channel, path, call)[members[0]]
+            if not is_leader and path and not is_declined:
+                try:
+                    memory = shared_file.attach(path, nbytes)
+                except (OSError, ValueError) as error:
+                    descriptors.check(error)
+                    problem = f"{path} cannot be mapped: {error}"
+            problems = _all_gather_texts(channel, problem, call)
+        describe = channel.transport.cluster.describe
+        text = "; ".join(f"{describe(rank)}: {each}" for rank, each in enumerate(problems) if each)
+        return (None if text or memory is None else memoryview(memory)), text
 
 
 def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
@@ -173,65 +217,6 @@ def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
             "x86-64 Linux. Use 'auto', which uses shared memory within each host"
         )
     return hosts if len(hosts.groups) < channel.size else None
-
-
-def open_hierarchical(
-    channel: Channel, hosts: Hosts, block_bytes: int, name: str = "", is_declined: bool = False
-) -> HierarchicalAllReduce | None:
-    """Opens a two-level all-reduce. Collective: all ranks must call it.
-
-    Returns:
-      The all-reduce; None if a rank declines, or if a host cannot share memory and the option
-      `communication` is "auto".
-    """
-    members = hosts.members(channel.rank)
-    nbytes = channel_bytes(len(members), block_bytes)
-    memory, problem = share_memory(channel, hosts, nbytes, name, is_declined)
-    if problem:
-        _report(channel, problem)
-        return None
-    shared_memory = None
-    if memory is not None:
-        shared_memory = SharedMemoryChannel(memory, members, block_bytes, channel.transport)
-    return HierarchicalAllReduce(hosts, shared_memory, channel.transport)
-
-
-def share_memory(
-    channel: Channel, hosts: Hosts, nbytes: int, name: str = "", is_declined: bool = False
-) -> tuple[memoryview | None, str]:
-    """Shares new memory among the ranks of each host. Collective: all ranks must call it.
-
-    Returns:
-      The memory, filled with zeros, or None if this rank is alone on its host or any rank failed;
-      and the failures with their ranks, or "".
-    """
-    members = hosts.members(channel.rank)
-    is_leader = channel.rank == members[0]
-    call = name or f"share_memory of {channel.name or 'a channel'}"
-    memory: mmap.mmap | None = None
-    path, problem = "", _DECLINED if is_declined else ""
-    with contextlib.ExitStack() as stack:
-        if is_leader and len(members) > 1 and not is_declined:
-            try:
-                file = SharedFile(nbytes)
-                stack.callback(file.unlink)  # after all ranks have mapped it
-                path, memory = file.path, file.memory
-            except OSError as error:
-                descriptors.check(error)
-                problem = f"{shared_file.DIRECTORY} has no {nbytes} bytes free: {error}"
-        # The first gather tells the others the path. After the second one all have mapped the
-        # file, so that the leader may unlink it.
-        path = _all_gather_texts(channel, path, call)[members[0]]
-        if not is_leader and path and not is_declined:
-            try:
-                memory = shared_file.attach(path, nbytes)
-            except (OSError, ValueError) as error:
-                descriptors.check(error)
-                problem = f"{path} cannot be mapped: {error}"
-        problems = _all_gather_texts(channel, problem, call)
-    describe = channel.transport.cluster.describe
-    text = "; ".join(f"{describe(rank)}: {each}" for rank, each in enumerate(problems) if each)
-    return (None if text or memory is None else memoryview(memory)), text
 
 
 def _report(channel: Channel, problem: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 from hostopt.collectives.call import CollectiveCall
 from hostopt.errors import HostOptError
@@ -34,7 +33,7 @@ _FINITE = 8
 # Number of polls, about 2 ms, before the thread sleeps between polls. A sleeping rank wakes up
 # late, and then the others wait for it.
 _SPINS = 40_000
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
+_LONGEST_SLEEP_S = 1e-3
 _spinning = threading.Lock()  # a spinning thread holds the interpreter lock: allow only one
 
 
@@ -117,15 +116,14 @@ class SequenceCounters:
         """Waits until a counter of a rank is at least `value`."""
         if self._words[position] >= value or self._spin(position, value):
             return
-        tag = call.tag(round_)
-        pause_s = _SHORTEST_SLEEP_S
         try:
-            name = call.in_phase("exchange in memory")
-            with self._transport.mailbox.waiting(rank, tag, name) as check:
-                while self._words[position] < value:
-                    check()
-                    time.sleep(pause_s)
-                    pause_s = min(1.5 * pause_s, _LONGEST_SLEEP_S)
+            self._transport.mailbox.poll(
+                rank,
+                call.tag(round_),
+                call.in_phase("exchange in memory"),
+                lambda: self._words[position] >= value,
+                _LONGEST_SLEEP_S,
+            )
         except HostOptError as error:
             if self._words[position] >= value:  # the peer left after it had written
                 return

@@ -115,11 +115,7 @@ class StagingBuffers:
 
     def bytes_of_blocks(self) -> list[memoryview]:
         """Returns the bytes of the block of the current slot of each rank."""
-        starts = [
-            self._begin + (index * self._slots + self._slot) * self.block_bytes
-            for index in range(self._count)
-        ]
-        return [self._memory[start : start + self.block_bytes] for start in starts]
+        return [each.data for each in self.blocks(np.dtype(np.uint8), self.block_bytes)]
 
 
 class TensorListView:

@@ -25,6 +25,8 @@ from hostopt.transport.stall import Schedule, Wait
 
 _log = logging.getLogger(__name__)
 
+_SHORTEST_SLEEP_S = 20e-6  # of a wait that polls
+
 
 class Listener(NamedTuple):
     """Receives the messages of a channel as they arrive; called on any thread, must not block."""
@@ -210,6 +212,23 @@ class Mailbox:
             yield check
         finally:
             del self._waits[schedule]
+
+    def poll(
+        self,
+        peer: int,
+        tag: Tag,
+        name: str,
+        has_ended: Callable[[], bool],
+        longest_sleep_s: float,
+        grace_s: float = 0.0,
+    ) -> None:
+        """Waits for a peer until `has_ended`, which is called often; see `waiting`."""
+        pause_s = _SHORTEST_SLEEP_S
+        with self.waiting(peer, tag, name, grace_s) as check:
+            while not has_ended():
+                check()
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, longest_sleep_s)
 
     def fail(self, error: HostOptError) -> bool:
         """Ends all present and future waits with `error`; False if an earlier one is in effect."""
