@@ -241,7 +241,7 @@ class NamedCollectives:
             communicator = channel.communicator
             description = _describe_rows("all_to_all", name, array)
             call = communicator.begin_call("all_to_all", description)
-            return communicator.network.group(call).all_to_all(call, parts)
+            return communicator.group(call).all_to_all(call, parts)
 
     def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """Gathers byte strings of any length on every rank, in rank order."""

@@ -13,7 +13,7 @@ from hostopt.collectives.wire_format import WireFormat
 def has_chunks(communicator: Communicator) -> bool:
     """Returns True if the network carries a chunk for each rank, or for each host."""
     hosts = communicator.hosts
-    return communicator.network.world is None and (hosts is None or hosts.are_even)
+    return communicator.world is None and (hosts is None or hosts.are_even)
 
 
 def reduce_scatter(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -14,8 +15,8 @@ from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.host_memory import HierarchicalAllReduce, HostMemory
 from hostopt.collectives.hosts import Hosts
 from hostopt.collectives.messages import CallMessages
+from hostopt.collectives.mpi.group import MpiGroup
 from hostopt.collectives.mpi.world import World
-from hostopt.collectives.network import Network
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.scalar_sum import ScalarSum
@@ -55,7 +56,9 @@ class Communicator(Channel):
         world: World | None = None,
     ) -> None:
         super().__init__(transport, channel, name)
-        self.network = Network(transport, world)
+        self.world = world
+        self._new_group: Callable[..., RingGroup | MpiGroup] | None = None
+        self._group: RingGroup | MpiGroup  # without a wire format
         self.hosts = hosts
         self.memory: HostMemory | None = None
         if hosts is not None:
@@ -91,7 +94,7 @@ class Communicator(Channel):
         """
         path = f"{self.name}: {name}" if self.name else name
         number = self.transport.open_channel(path)
-        return Communicator(self.transport, number, name, self.hosts, self.network.world)
+        return Communicator(self.transport, number, name, self.hosts, self.world)
 
     def open_scalar_sum(self, name: str) -> ScalarSum:
         """Opens a non-blocking sum of two float32 scalars. Collective: all ranks must call it."""
@@ -154,9 +157,26 @@ class Communicator(Channel):
         else:
             if source is not None:
                 source.copy_to(flat)
-            self.network.group(call, wire_format).all_reduce(call, flat, op.ufunc)
+            self.group(call, wire_format).all_reduce(call, flat, op.ufunc)
         if op is ReduceOp.AVERAGE:
             np.divide(flat, flat.dtype.type(self.size), out=flat)
+
+    def group(
+        self, call: CollectiveCall, wire_format: WireFormat | None = None
+    ) -> RingGroup | MpiGroup:
+        """Returns all ranks as a group, over MPI or on the ring.
+
+        Collective: all ranks must call it.
+        """
+        if self._new_group is None:
+            opened = None if self.world is None else self.world.open(call)
+            self._new_group = RingGroup
+            if opened is not None:
+                self._new_group = functools.partial(MpiGroup, communicators=opened)
+            self._group = self._new_group(self.transport)
+        if wire_format is None:
+            return self._group
+        return self._new_group(self.transport, wire_format=wire_format)
 
     def hierarchical(self, flat: Array, call: CollectiveCall) -> HierarchicalAllReduce | None:
         """Returns what reduces an array in two levels, or None; see `HostMemory.hierarchical`."""
@@ -183,7 +203,7 @@ class Communicator(Channel):
         array = _copy(array)
         check_dtype(array.dtype, op)
         call = self.begin_call(f"reduce_scatter({op.value})", name, array)
-        chunk = self.network.group(call).reduce_scatter(call, array.reshape(-1), op.ufunc)
+        chunk = self.group(call).reduce_scatter(call, array.reshape(-1), op.ufunc)
         if op is ReduceOp.AVERAGE:
             chunk /= chunk.dtype.type(self.size)
         return chunk
@@ -202,7 +222,7 @@ class Communicator(Channel):
         """
         array = _copy(array)
         call = self.begin_call("all_gather", name, array)
-        return self.network.group(call).all_gather(call, array)
+        return self.group(call).all_gather(call, array)
 
     def broadcast(self, array: Any, root: int = 0, name: str = "") -> Array:
         """Sends the array of one rank to all ranks.
@@ -224,7 +244,7 @@ class Communicator(Channel):
             raise ConfigError(f"broadcast root is {root}, wanted a rank from 0 to {self.size - 1}")
         result = _copy(array)
         call = self.begin_call(f"broadcast from rank {root}", name, result)
-        self.network.group(call).broadcast(call, result.reshape(-1), root)
+        self.group(call).broadcast(call, result.reshape(-1), root)
         return result
 
     @overload
@@ -259,7 +279,7 @@ class Communicator(Channel):
         if shared_memory is not None:
             gathered = shared_memory.all_gather_bytes(view, call)
         else:
-            gathered = self.network.group(call).all_gather_bytes(call, view)
+            gathered = self.group(call).all_gather_bytes(call, view)
         if isinstance(data, bytes):
             gathered = [bytes(each) for each in gathered]
             gathered[self.rank] = data

@@ -27,7 +27,7 @@ import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.messages import CallMessages
-from hostopt.collectives.ring_schedule import SEGMENTS_AHEAD, chunk_slices
+from hostopt.collectives.ring_schedule import SEGMENTS_AHEAD, Round, chunk_slices
 from hostopt.collectives.streams import Stripe
 from hostopt.transport.base import Transport
 
@@ -57,21 +57,15 @@ class Halving:
         self._call = call.over(stripe.streams)
         self._stripe = stripe
 
-    async def all_reduce(self, flat: Array, op: np.ufunc) -> None:
-        """Reduces a flat buffer, in place."""
-        await self.reduce_scatter(flat, op)
-        await self.all_gather(flat)
-
-    async def reduce_scatter(self, flat: Array, op: np.ufunc) -> None:
-        """Reduces a flat buffer; this rank gets its chunk, and the others are overwritten."""
-        for round_, step in enumerate(self._steps(flat)):
-            await self._exchange(step.partner, round_, step.other, step.own, op)
-
-    async def all_gather(self, flat: Array) -> None:
-        """Fills a flat buffer, of which each member has its chunk."""
+    async def run(self, flat: Array, op: np.ufunc, rounds: list[Round]) -> None:
+        """Does to a flat buffer, in place, what the rounds of a ring would do."""
         steps = self._steps(flat)
-        for round_, step in enumerate(reversed(steps), start=len(steps)):
-            await self._exchange(step.partner, round_, step.own, step.other)
+        if rounds[0].reduce:
+            for round_, step in enumerate(steps):
+                await self._exchange(step.partner, round_, step.other, step.own, op)
+        if not rounds[-1].reduce:
+            for round_, step in enumerate(reversed(steps), start=len(steps)):
+                await self._exchange(step.partner, round_, step.own, step.other)
 
     def _steps(self, flat: Array) -> list[_Step]:
         steps, first, distance = [], 0, len(self._members) // 2
@@ -120,7 +114,5 @@ class Halving:
             if op is not None:
                 pair = (values, received) if self._index < partner else (received, values)
                 op(*pair, out=values)
-            elif received is not values:
-                values[:] = received
             await send(1)  # one out for each one in
         await send(None)

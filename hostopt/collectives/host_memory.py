@@ -12,7 +12,7 @@ import numpy as np
 from hostopt.collectives import shared_file
 from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.hosts import Hosts, group_by_host
-from hostopt.collectives.ring import RingGroup, ring_all_gather_bytes
+from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.shared_file import SharedFile
 from hostopt.collectives.shared_memory import SharedMemoryChannel, TensorListView, channel_bytes
 from hostopt.collectives.wire_format import WireFormat
@@ -238,4 +238,5 @@ def _all_gather_texts(channel: Channel, text: str, name: str) -> list[str]:
     call = channel.next_call(name)._replace(signature=signature_of(name))
     channel.begin(call)
     data = memoryview(text.encode())
-    return [bytes(each).decode() for each in ring_all_gather_bytes(channel.transport, call, data)]
+    gathered = RingGroup(channel.transport).all_gather_bytes(call, data)
+    return [bytes(each).decode() for each in gathered]

@@ -108,7 +108,7 @@ class MpiGroup:
         self._broadcast(call, bytes_of(flat), root)
 
     def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
-        """Gathers byte strings, whose lengths may differ; see `ring_all_gather_bytes`."""
+        """Gathers byte strings, whose lengths may differ; see `RingGroup.all_gather_bytes`."""
         lengths = self._begin(call, len(data), len(data))
         ends = list(itertools.accumulate(lengths))
         result = np.empty(ends[-1], np.uint8)

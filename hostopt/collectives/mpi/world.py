@@ -25,7 +25,7 @@ from hostopt.collectives.call import Channel, CollectiveCall
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.mpi import runtime
 from hostopt.collectives.mpi.runtime import wait
-from hostopt.collectives.ring import ring_all_gather_bytes
+from hostopt.collectives.ring import RingGroup
 from hostopt.errors import ConfigError, RendezvousTimeoutError
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
@@ -122,7 +122,7 @@ def _find_ranks(channel: Channel) -> list[int]:
     local = {"rank": world.rank, "size": world.size, "library": runtime.library_version()}
     call = channel.begin_call("all_gather_bytes", "the ranks of MPI")
     data = memoryview(json.dumps(local).encode())
-    texts = ring_all_gather_bytes(channel.transport, call, data)
+    texts = RingGroup(channel.transport).all_gather_bytes(call, data)
     places = [json.loads(bytes(text)) for text in texts]
     ranks = [int(place["rank"]) for place in places]
     is_same = all({**place, "rank": 0} == {**places[0], "rank": 0} for place in places)
