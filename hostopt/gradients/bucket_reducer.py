@@ -136,7 +136,7 @@ class InlineReducer(BucketReducer):
         self, communicator: Communicator, buckets: Sequence[Bucket], check: NonFiniteCheck
     ) -> None:
         super().__init__(communicator, buckets, check)
-        self._shared = [SharedSums(self.communicator, bucket) for bucket in self._buckets]
+        self._slots = [SharedSlots(self.communicator, bucket) for bucket in self._buckets]
         self._steps = [0] * len(self._buckets)  # reductions of each bucket
         self._lock = threading.Lock()
 
@@ -177,17 +177,22 @@ class InlineReducer(BucketReducer):
     def _sum(
         self, bucket: int, source: TensorListView, call: CollectiveCall
     ) -> tuple[Array, bool]:
-        shared = self._shared[bucket].reduce(source, call)
-        if shared is not None:
-            return shared
-        sums = self._pools[bucket].take()  # no shared memory is left
-        self.communicator.all_reduce_in_place(sums, ReduceOp.SUM, call, source=source)
-        return sums, all_finite(sums)
+        """Returns the sums, an array of shape [n], and True if they are finite."""
+        taken = self._slots[bucket].take(call)
+        if taken is None:  # no shared memory is left
+            sums = self._pools[bucket].take()
+            self.communicator.all_reduce_in_place(sums, ReduceOp.SUM, call, source=source)
+            return sums, all_finite(sums)
+        channel, index = taken
+        sums = self._slots[bucket].slots[index][:]
+        is_finite = channel.reduce_scatter(sums, np.add, call, source)
+        sums.flags.writeable = False
+        return sums, is_finite
 
     def close(self) -> None:
         """Frees the buffers."""
         self._pools.clear()
-        self._shared.clear()
+        self._slots.clear()
 
 
 class SharedSlots:
@@ -195,7 +200,8 @@ class SharedSlots:
 
     A rank may reuse a slot if it holds no view of it. Before each use the ranks combine their
     masks of free slots with a bitwise AND, and take a slot that is free on all ranks. If there is
-    none, they allocate another slot.
+    none, they allocate another slot. A training that holds no reduced gradients between steps
+    needs a single slot.
     """
 
     def __init__(self, communicator: Communicator, bucket: Bucket) -> None:
@@ -235,29 +241,3 @@ class SharedSlots:
                 self.slots.append(self._bucket.buffer_in(memory))
                 return True
         return False
-
-
-class SharedSums:
-    """Reduces one bucket into memory that all ranks of one host share and read in place.
-
-    A training that holds no reduced gradients between steps needs a single slot.
-    """
-
-    def __init__(self, communicator: Communicator, bucket: Bucket) -> None:
-        self._slots = SharedSlots(communicator, bucket)
-
-    def reduce(self, source: TensorListView, call: CollectiveCall) -> tuple[Array, bool] | None:
-        """Sums the bucket over the ranks. Collective: all ranks must call it.
-
-        Returns:
-          The sums, a read-only array of shape [n], and True if they are finite. None if no slot
-          is free and no memory is left; nothing has been reduced then.
-        """
-        taken = self._slots.take(call)
-        if taken is None:
-            return None
-        channel, index = taken
-        sums = self._slots.slots[index][:]
-        is_finite = channel.reduce_scatter(sums, np.add, call, source)
-        sums.flags.writeable = False
-        return sums, is_finite

@@ -70,7 +70,10 @@ def encode(values: Array, bits: int) -> bytes:
     integers = np.empty((count, _ROW * bits // 8), np.uint8)
     for begin in range(0, count, _BLOCK_ROWS):
         block = slice(begin, begin + _BLOCK_ROWS)
-        rows = _rows(values[begin * _ROW : (begin + _BLOCK_ROWS) * _ROW])
+        rows = values[begin * _ROW : (begin + _BLOCK_ROWS) * _ROW]
+        if rows.size % _ROW:
+            rows = np.pad(rows, (0, -rows.size % _ROW))
+        rows = rows.reshape(-1, _ROW)
         np.divide(np.abs(rows).max(axis=1, keepdims=True), largest, out=scales[block])
         # a scale of 0 means zeros, or values that are too small for one
         scaled = rows / np.where(scales[block] > 0, scales[block], np.float32(1))
@@ -113,11 +116,3 @@ def _decoded(scales: Array, data: Array, begin: int, bits: int) -> Array:
         integers = packed.view(np.int8)
     decoded: Array = (integers * scales[rows]).reshape(-1)
     return decoded
-
-
-def _rows(values: Array) -> Array:
-    if values.size % _ROW == 0:
-        return values.reshape(-1, _ROW)
-    padded = np.zeros(-(-values.size // _ROW) * _ROW, np.float32)
-    padded[: values.size] = values
-    return padded.reshape(-1, _ROW)
