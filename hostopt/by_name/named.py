@@ -54,19 +54,15 @@ class NamedChannel:
             flat = np.concatenate([array.reshape(-1) for array in arrays])
             description = describe_list(name, arrays)
             call = communicator.signed_call(_kind(op, compression), description, flat)
-        scale, wire_format, dtype = 1, None, flat.dtype
+        wire_format, dtype = None, flat.dtype
         averages_integers = _averages_integers(op, dtype)
         if averages_integers:
             op, flat = ReduceOp.SUM, flat.astype(np.int64)  # sums of small ones would wrap around
-        elif compression is not None and op is ReduceOp.AVERAGE:
-            op, scale = ReduceOp.SUM, self.communicator.size
         if compression is not None:
             wire_format = self._wire_formats.get(compression) or new_wire_format(compression)
             assert wire_format is not None
             self._wire_formats[compression] = wire_format
         communicator.all_reduce_in_place(flat, op, call, wire_format)
-        if scale != 1:
-            flat /= flat.dtype.type(scale)
         if averages_integers:
             flat = mean_of_integers(flat, communicator.size).astype(dtype)
         ends = np.cumsum([array.size for array in arrays])

@@ -138,15 +138,15 @@ class Communicator(Channel):
         Args:
           flat: contiguous array of shape [n], one of `DTYPES`. It is overwritten with the result.
           call: the collective call, from `next_call`. It is signed here unless it has a signature.
-          wire_format: format of the values on the wire, for a SUM of float32; None sends them
-            unchanged.
+          wire_format: format of the values on the wire, for a SUM or an AVERAGE of float32; None
+            sends them unchanged.
           source: values of this rank; by default those in `flat`.
         """
         check_dtype(flat.dtype, op)
-        if wire_format is not None and (op is not ReduceOp.SUM or flat.dtype != np.float32):
+        if wire_format is not None and (op.ufunc is not np.add or flat.dtype != np.float32):
             raise ConfigError(
                 f"{op.name} of {flat.dtype.name} cannot be sent as {wire_format.name}. Only a SUM "
-                "of float32 can be"
+                "or an AVERAGE of float32 can be"
             )
         if call.signature is UNSIGNED:
             call = _signed(call, op, flat, wire_format)

@@ -19,7 +19,7 @@ from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket, free_b
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 from hostopt.gradients.step_stats import StepStats, StepTimes
 from hostopt.telemetry.timeline import Track
-from hostopt.transport.message import Signature, signature_of
+from hostopt.transport.message import signature_of
 
 _MAX_SLOTS = 64  # bits of the free mask of `SharedSlots`
 
@@ -43,10 +43,7 @@ class BucketReducer(abc.ABC):
         self._wire_format = wire_format
         self._first_step = 0
         self._pools = [BufferPool(bucket) for bucket in self._buckets]
-        self._descriptions = [
-            describe_bucket(self._buckets, index) for index in range(len(self._buckets))
-        ]
-        self._signatures = [self._signature(index) for index in range(len(self._buckets))]
+        self._calls = [self._first_call(index) for index in range(len(self._buckets))]
         self._stats = StepStats(len(self._buckets))
 
     @property
@@ -106,20 +103,23 @@ class BucketReducer(abc.ABC):
     ) -> None:
         timeline = self.communicator.transport.timeline
         if timeline is not None:
-            nbytes, name = self._buckets[bucket].nbytes, self._descriptions[bucket]
+            nbytes, name = self._buckets[bucket].nbytes, self._calls[bucket].name
             timeline.span(track, name, begin_s, end_s, step=step, bucket=bucket, bytes=nbytes)
 
     def _format_of(self, bucket: Bucket) -> WireFormat | None:
         return self._wire_format if bucket.dtype == np.float32 else None
 
-    def _signature(self, index: int) -> Signature:
-        bucket = self._buckets[index]
+    def _call(self, bucket: int, step: int) -> CollectiveCall:
+        """Returns the call that reduces a bucket in one of the steps of this reducer."""
+        return self._calls[bucket]._replace(step=self._first_step + step)
+
+    def _first_call(self, index: int) -> CollectiveCall:
+        bucket, name = self._buckets[index], describe_bucket(self._buckets, index)
         wire_format = self._format_of(bucket)
         format_name = "" if wire_format is None else wire_format.name
         shape = (bucket.nbytes // bucket.dtype.itemsize,)
-        return signature_of(
-            "all_reduce(sum)", self._descriptions[index], bucket.dtype, shape, format_name
-        )
+        signature = signature_of("all_reduce(sum)", name, bucket.dtype, shape, format_name)
+        return CollectiveCall(self.communicator.channel, 0, index, name, signature)
 
 
 class InlineReducer(BucketReducer):
@@ -149,9 +149,7 @@ class InlineReducer(BucketReducer):
         plan = self._buckets[bucket]
         begin_s = time.monotonic()
         with self._lock:
-            name, signature = self._descriptions[bucket], self._signatures[bucket]
-            step = self._first_step + self._steps[bucket]
-            call = CollectiveCall(self.communicator.channel, step, bucket, name, signature)
+            call = self._call(bucket, self._steps[bucket])
             self.communicator.begin(call)
             self._steps[bucket] += 1
             if bucket == 0:

@@ -174,13 +174,11 @@ class Reducer(BucketReducer):
                 if self._error is not None:
                     raise self._error
                 self._changed.wait()
-            index, step = self._next, self._first_step + self._step
+            index, call = self._next, self._call(self._next, self._step)
             buffer, nonfinite = self._launched.pop(index)
             self._is_reducing = True
         plan = self._buckets[index]
         begin_s = time.monotonic()
-        name, signature = self._descriptions[index], self._signatures[index]
-        call = CollectiveCall(self.communicator.channel, step, index, name, signature)
         wire_format = self._format_of(plan)
         # [G4] the ring, while backward computes the next buckets
         if index in self._scattered:
@@ -222,7 +220,7 @@ class Reducer(BucketReducer):
     def _find_in_sums(self, index: int, buffer: Array) -> dict[str, str]:
         plan = self._buckets[index]
         if index in self._scattered:
-            chunks.all_gather(self._whole, buffer, self._descriptions[index])
+            chunks.all_gather(self._whole, buffer, self._calls[index].name)
         return find_nonfinite(plan.names, plan.views(buffer))
 
     def _limit(self, bucket: Bucket) -> float:
@@ -236,7 +234,7 @@ class Reducer(BucketReducer):
     def _never_launched(self, bucket: int) -> CollectiveTimeoutError:
         rank = self.communicator.rank
         return CollectiveTimeoutError(
-            f"rank {rank} waited for {self._descriptions[bucket]}, and no bucket was launched or "
+            f"rank {rank} waited for {self._calls[bucket].name}, and no bucket was launched or "
             "reduced meanwhile. A gradient of an earlier bucket was never computed: check whether "
             "the accelerator still works",
             rank=rank,

@@ -98,7 +98,7 @@ class Mailbox:
         self._on_stall = on_stall
         self._on_long_wait = on_long_wait
         self._messages: dict[tuple[int, ...], tuple[Tag, memoryview]] = {}
-        self._left: dict[int, str] = {}  # reason by peer
+        self._left: set[int] = set()
         self._markers: dict[int, list[Tag]] = {}  # finish markers of its streams, by peer
         self._resumed_step = -1  # finish markers up to this step are outdated
         self._waits: dict[Schedule, Wait] = {}
@@ -254,10 +254,10 @@ class Mailbox:
             listener(error)
         return lambda: self._on_failure.remove(listener)
 
-    def mark_left(self, peer: int, reason: str) -> None:
+    def mark_left(self, peer: int) -> None:
         """Notes that `peer` has left in good order: its messages stay, and no more will come."""
         with self._lock:
-            self._left[peer] = reason
+            self._left.add(peer)
             self._wake(*self._awaited)
             listeners = list(self._listeners.values())
         for listener in listeners:
@@ -277,7 +277,7 @@ class Mailbox:
     def forget(self, peer: int) -> None:
         """Removes all messages and notes of `peer`, whose process has started again."""
         with self._lock:
-            self._left.pop(peer, None)
+            self._left.discard(peer)
             self._markers.pop(peer, None)
             for key in [key for key in self._messages if key[0] == peer]:
                 del self._messages[key]
@@ -289,12 +289,13 @@ class Mailbox:
     def _reason_of_end(self, peer: int, tag: Tag) -> str | None:
         if self.error is not None:
             raise self.error
-        reason = self._left.get(peer)
+        if peer in self._left:
+            return "it has closed its communicator"
         markers = self._markers.get(peer, [])
         has_finished = bool(markers) and len(markers) > markers[0].chunk
-        if reason is None and has_finished and tag.channel != markers[0].channel:
-            reason = "it has finished after fewer steps than this rank"
-        return reason
+        if has_finished and tag.channel != markers[0].channel:
+            return "it has finished after fewer steps than this rank"
+        return None
 
     def timeout_error(self, wait: Wait, culprit: int, reason: str) -> CollectiveTimeoutError:
         """Builds the error of a wait that has reached its deadline."""

@@ -28,7 +28,6 @@ from hostopt.transport.tcp.socket_stream import RECEIVED_ALL, SocketStream, rece
 
 _log = logging.getLogger(__name__)
 
-_HAS_LEFT = "it has closed its communicator"
 OnBroken = Callable[[int, str], Coroutine[Any, Any, None]]  # called with a peer and the reason
 
 
@@ -226,7 +225,7 @@ class IncomingStreams:
             await context.send_initial_metadata((ACCEPTED,))  # the peer waits for it
             while (data := await context.read()) is not grpc.aio.EOF:
                 if data == END_OF_STREAM:
-                    self._ring.mailbox.mark_left(peer, _HAS_LEFT)
+                    self._ring.mailbox.mark_left(peer)
                 elif (message := reader.read(data)) is not None:
                     self._ring.mailbox.put(peer, *message)
         except ProtocolError as error:
@@ -267,7 +266,7 @@ class IncomingStreams:
             if not await receive_frames(connection, reader, self._ring.mailbox, peer, most_bytes):
                 return False
             if event_loop.current() == 0:  # the peer ends its other streams before
-                self._ring.mailbox.mark_left(peer, _HAS_LEFT)
+                self._ring.mailbox.mark_left(peer)
             await connection.write([RECEIVED_ALL])
             return True
         finally:
