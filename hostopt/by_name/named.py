@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -237,7 +238,18 @@ class NamedCollectives:
             communicator = channel.communicator
             description = _describe_rows("all_to_all", name, array)
             call = communicator.begin_call("all_to_all", description)
-            return communicator.group(call).all_to_all(call, parts)
+            group = communicator.group(call)
+            counts = group.all_gather(call, np.array(splits, np.int64))
+            received = counts[:, self.rank].copy()
+            result = np.empty((int(received.sum()), *array.shape[1:]), array.dtype)
+            slots = np.split(result, np.cumsum(received)[:-1])
+            group.exchange(
+                call._replace(bucket=1),
+                list(map(bytes_of, parts)),
+                list(map(bytes_of, slots)),
+                int(counts.max()) * array.itemsize * math.prod(array.shape[1:]),
+            )
+            return result, received
 
     def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """Gathers byte strings of any length on every rank, in rank order."""

@@ -13,7 +13,7 @@ from hostopt.cluster.cluster import Cluster
 from hostopt.collectives import recursive_doubling
 from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.host_memory import HierarchicalAllReduce, HostMemory
-from hostopt.collectives.hosts import Hosts
+from hostopt.collectives.hosts import Hosts, each_alone
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.mpi.group import MpiGroup
 from hostopt.collectives.mpi.world import World
@@ -61,15 +61,19 @@ class Communicator(Channel):
         self._group: RingGroup | MpiGroup  # without a wire format
         self.hosts = hosts
         self.memory: HostMemory | None = None
-        if hosts is not None:
-            opening = transport.open_channel(f"the shared memory of channel {channel}")
-            self.memory = HostMemory(Channel(transport, opening, name), hosts)
+        self._on_network = HierarchicalAllReduce(each_alone(transport.size), None, transport)
+        self._opening: Channel | None = None  # of shared memory, or communicators of MPI
+        if hosts is not None or world is not None:
+            number = transport.open_channel(f"what channel {channel} opens")
+            self._opening = Channel(transport, number, name)
+        if hosts is not None and self._opening is not None:
+            self.memory = HostMemory(self._opening, hosts)
 
     def refuse(self, reason: str) -> None:
         """See `Channel.refuse`."""
         super().refuse(reason)
-        if self.memory is not None:  # the others may be opening it
-            self.memory.refuse(reason)
+        if self._opening is not None:  # the next call that opens something is refused
+            self._opening.refuse(reason)
 
     @property
     def on_one_host(self) -> bool:
@@ -151,9 +155,8 @@ class Communicator(Channel):
         if call.signature is UNSIGNED:
             call = _signed(call, op, flat, wire_format)
         self.begin(call)
-        hierarchical = self.hierarchical(flat, call)
-        if hierarchical is not None:
-            hierarchical.all_reduce(flat, op.ufunc, call, wire_format, source)
+        if self.world is None:
+            self.hierarchical(flat, call).all_reduce(flat, op.ufunc, call, wire_format, source)
         else:
             if source is not None:
                 source.copy_to(flat)
@@ -169,20 +172,25 @@ class Communicator(Channel):
         Collective: all ranks must call it.
         """
         if self._new_group is None:
-            opened = None if self.world is None else self.world.open(call)
             self._new_group = RingGroup
-            if opened is not None:
-                self._new_group = functools.partial(MpiGroup, communicators=opened)
+            if self.world is not None and self._opening is not None:
+                opened = self.world.open(self._opening, call)
+                if opened is not None:
+                    self._new_group = functools.partial(MpiGroup, communicators=opened)
             self._group = self._new_group(self.transport)
         if wire_format is None:
             return self._group
         return self._new_group(self.transport, wire_format=wire_format)
 
-    def hierarchical(self, flat: Array, call: CollectiveCall) -> HierarchicalAllReduce | None:
-        """Returns what reduces an array in two levels, or None; see `HostMemory.hierarchical`."""
-        if self.memory is None:
-            return None
-        return self.memory.hierarchical(flat.nbytes, call.signature.text)
+    def hierarchical(self, flat: Array, call: CollectiveCall) -> HierarchicalAllReduce:
+        """Returns what reduces an array in memory that ranks share, and on the ring of messages.
+
+        Collective: all ranks must call it.
+        """
+        hierarchical = None
+        if self.memory is not None:
+            hierarchical = self.memory.hierarchical(flat.nbytes, call.signature.text)
+        return hierarchical or self._on_network
 
     def reduce_scatter(self, array: Any, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Array:
         """Reduces an array over the ranks. Rank r gets chunk r of the flattened result.

@@ -12,14 +12,13 @@ import numpy as np
 from hostopt.collectives import shared_file
 from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.hosts import Hosts, group_by_host
-from hostopt.collectives.ring import RingGroup
+from hostopt.collectives.ring import RingGroup, all_gather_texts
 from hostopt.collectives.shared_file import SharedFile
 from hostopt.collectives.shared_memory import SharedMemoryChannel, TensorListView, channel_bytes
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
 from hostopt.process import descriptors
 from hostopt.transport.base import Transport
-from hostopt.transport.message import signature_of
 
 _log = logging.getLogger(__name__)
 
@@ -139,10 +138,6 @@ class HostMemory:
         hierarchical = self.hierarchical(nbytes, name)
         return None if hierarchical is None else hierarchical.shared_memory
 
-    def refuse(self, reason: str) -> None:
-        """See `Channel.refuse`: the next call that opens memory is refused."""
-        self._channel.refuse(reason)
-
     def allocate(self, nbytes: int) -> memoryview | None:
         """Allocates zeros that each host's ranks share. Collective: all ranks must call it."""
         memory, problem = self._share(nbytes)
@@ -185,14 +180,14 @@ class HostMemory:
                     problem = f"{shared_file.DIRECTORY} has no {nbytes} bytes free: {error}"
             # The first gather tells the others the path. After the second one all have mapped the
             # file, so that the leader may unlink it.
-            path = _all_gather_texts(channel, path, call)[members[0]]
+            path = all_gather_texts(channel, path, call)[members[0]]
             if not is_leader and path and not is_declined:
                 try:
                     memory = shared_file.attach(path, nbytes)
                 except (OSError, ValueError) as error:
                     descriptors.check(error)
                     problem = f"{path} cannot be mapped: {error}"
-            problems = _all_gather_texts(channel, problem, call)
+            problems = all_gather_texts(channel, problem, call)
         describe = channel.transport.cluster.describe
         text = "; ".join(f"{describe(rank)}: {each}" for rank, each in enumerate(problems) if each)
         return (None if text or memory is None else memoryview(memory)), text
@@ -209,7 +204,7 @@ def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
     communication = channel.transport.options.communication
     if communication not in ("auto", "shm") or channel.size == 1:
         return None
-    hosts = group_by_host(_all_gather_texts(channel, host_id, "find_hosts of the ranks"))
+    hosts = group_by_host(all_gather_texts(channel, host_id, "find_hosts of the ranks"))
     if communication == "shm" and not hosts.is_single:
         raise ConfigError(
             f"communication is 'shm', but the ranks that share memory are {list(hosts.groups)}: "
@@ -231,12 +226,3 @@ def _report(channel: Channel, problem: str) -> None:
         _log.warning(
             "memory cannot be shared, reducing over the network instead: %s. %s", problem, advice
         )
-
-
-def _all_gather_texts(channel: Channel, text: str, name: str) -> list[str]:
-    """Gathers the text of each rank over the ring, in rank order; errors name the call `name`."""
-    call = channel.next_call(name)._replace(signature=signature_of(name))
-    channel.begin(call)
-    data = memoryview(text.encode())
-    gathered = RingGroup(channel.transport).all_gather_bytes(call, data)
-    return [bytes(each).decode() for each in gathered]

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hostopt.collectives import halving, recursive_doubling
-from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.halving import Halving
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.ring_schedule import (
@@ -33,7 +33,7 @@ from hostopt.collectives.streams import Stripe, run_on_streams
 from hostopt.collectives.wire_format import WireFormat, no_compression
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
-from hostopt.transport.message import Payload
+from hostopt.transport.message import Payload, signature_of
 
 _LENGTH = struct.Struct("<Q")  # length of a string, at the start of its first message
 
@@ -130,28 +130,19 @@ class RingGroup:
         """
         return event_loop.run(self._all_gather_bytes(call, data))
 
-    def all_to_all(self, call: CollectiveCall, parts: Sequence[Array]) -> tuple[Array, Array]:
+    def exchange(
+        self, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array], most: int
+    ) -> None:
         """Sends part r of each rank to rank r; each pair exchanges its parts directly.
 
         Args:
-          call: the collective call, of bucket 0.
-          parts: contiguous array of shape [n, ...] for each rank. All parts of all ranks have the
-            same dtype and the same shape but for n.
-
-        Returns:
-          The parts that this rank has received, joined in rank order, and the n of each, int64
-          [size].
+          parts: contiguous bytes of shape [n] for each rank.
+          slots: memory for the bytes of each rank.
+          most: length of the longest part of any rank.
         """
-        counts = np.array([len(part) for part in parts], np.int64)
-        received = self.all_gather(call, counts)[:, self._index].copy()
-        own = parts[self._index]
-        result = np.empty((int(received.sum()), *own.shape[1:]), own.dtype)
-        ends = np.cumsum(received)
-        slots = [result[end - count : end] for end, count in zip(ends, received)]
-        slots[self._index][:] = own
-        if self._size > 1:
-            event_loop.run(self._exchange(call._replace(bucket=1), parts, slots))
-        return result, received
+        del most
+        slots[self._index][:] = parts[self._index]
+        event_loop.run(self._exchange(call, parts, slots))
 
     async def _run(
         self, call: CollectiveCall, flat: Array, rounds: list[Round], op: np.ufunc = np.add
@@ -262,14 +253,13 @@ class RingGroup:
     async def _exchange(
         self, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array]
     ) -> None:
-        """Sends a part to each other rank, and receives one from each into `slots`."""
         messages = CallMessages(self._transport, call)
         # rank r begins with rank r + 1, so that no rank receives from all others at once
         for offset in range(1, self._size):
             to, from_ = ((self._index + each) % self._size for each in (offset, -offset))
             await asyncio.gather(
-                messages.send_segments(self._members[to], parts[to].reshape(-1)),
-                messages.receive_segments(self._members[from_], slots[from_].reshape(-1)),
+                messages.send_segments(self._members[to], parts[to]),
+                messages.receive_segments(self._members[from_], slots[from_]),
             )
 
     async def _all_gather_bytes(
@@ -321,3 +311,11 @@ def _joined(parts: list[memoryview]) -> bytes | memoryview:
     if len(parts) == 1:
         return bytes(parts[0])
     return np.concatenate([np.frombuffer(part, np.uint8) for part in parts]).data.toreadonly()
+
+
+def all_gather_texts(channel: Channel, text: str, name: str) -> list[str]:
+    """Gathers the text of each rank over the ring, in rank order; errors name the call `name`."""
+    call = channel.next_call(name)._replace(signature=signature_of(name))
+    channel.begin(call)
+    gathered = RingGroup(channel.transport).all_gather_bytes(call, memoryview(text.encode()))
+    return [bytes(each).decode() for each in gathered]
