@@ -135,9 +135,7 @@ class Communicator(Channel):
         wire_format: WireFormat | None = None,
         source: TensorListView | None = None,
     ) -> None:
-        """Reduces a flat array over the ranks, in place.
-
-        Collective: all ranks must call it.
+        """Reduces a flat array over the ranks, in place. Collective: all ranks must call it.
 
         Args:
           flat: contiguous array of shape [n], one of `DTYPES`. It is overwritten with the result.
@@ -167,10 +165,7 @@ class Communicator(Channel):
     def group(
         self, call: CollectiveCall, wire_format: WireFormat | None = None
     ) -> RingGroup | MpiGroup:
-        """Returns all ranks as a group, over MPI or on the ring.
-
-        Collective: all ranks must call it.
-        """
+        """Returns all ranks as a group, over MPI or on the ring. All ranks must call it."""
         if self._new_group is None:
             self._new_group = RingGroup
             if self.world is not None and self._opening is not None:
@@ -183,10 +178,7 @@ class Communicator(Channel):
         return self._new_group(self.transport, wire_format=wire_format)
 
     def hierarchical(self, flat: Array, call: CollectiveCall) -> HierarchicalAllReduce:
-        """Returns what reduces an array in memory that ranks share, and on the ring of messages.
-
-        Collective: all ranks must call it.
-        """
+        """Returns what reduces an array without MPI. Collective, as it opens shared memory."""
         hierarchical = None
         if self.memory is not None:
             hierarchical = self.memory.hierarchical(flat.nbytes, call.signature.text)
@@ -294,12 +286,9 @@ class Communicator(Channel):
         return gathered
 
     def gather_bytes(self, data: bytes, name: str = "") -> list[bytes]:
-        """Gathers byte strings, whose lengths may differ, on rank 0.
+        """Gathers byte strings of any length on rank 0. Collective: all ranks must call it.
 
-        Collective: all ranks must call it.
-
-        Returns:
-          The bytes of each rank, in rank order, on rank 0; an empty list on other ranks.
+        Returns the bytes of each rank, in rank order, on rank 0; an empty list on other ranks.
         """
         call = self.begin_call("gather_bytes", name)
         lengths = RingGroup(self.transport).all_gather(call, np.array(len(data), np.int64))
@@ -315,12 +304,9 @@ class Communicator(Channel):
         return gathered
 
     def scatter_bytes(self, data: Sequence[bytes], name: str = "") -> bytes:
-        """Sends a different byte string from rank 0 to each rank.
+        """Sends a byte string from rank 0 to each rank. Collective: all ranks must call it.
 
-        Collective: all ranks must call it.
-
-        Args:
-          data: on rank 0, the bytes for each rank, in rank order; ignored on other ranks.
+        `data` has the bytes for each rank, in rank order, on rank 0; it is ignored on others.
         """
         is_root = self.rank == 0
         lengths = np.array([len(each) for each in data] if is_root else [0] * self.size, np.int64)

@@ -159,9 +159,8 @@ class HostMemory:
     def _share(self, nbytes: int, name: str = "") -> tuple[memoryview | None, str]:
         """Shares new memory among the ranks of each host. Collective: all ranks must call it.
 
-        Returns:
-          The memory, filled with zeros, or None if this rank is alone on its host or any rank
-          failed; and the failures with their ranks, or "".
+        Returns the memory, filled with zeros, or None if this rank is alone on its host or any
+        rank failed; and the failures with their ranks, or "".
         """
         channel, is_declined = self._channel, self.is_declined
         members = self._hosts.members(channel.rank)
@@ -194,12 +193,9 @@ class HostMemory:
 
 
 def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
-    """Groups the ranks by host, as the option `communication` requires.
+    """Groups the ranks by host. Collective: all ranks must call it.
 
-    Collective: all ranks must call it.
-
-    Returns:
-      The hosts; None unless the option is "auto" or "shm", or if no two ranks share a host.
+    Returns None unless `communication` is "auto" or "shm", or if no two ranks share a host.
     """
     communication = channel.transport.options.communication
     if communication not in ("auto", "shm") or channel.size == 1:

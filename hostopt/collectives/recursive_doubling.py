@@ -45,12 +45,7 @@ def partners(index: int, size: int) -> list[int]:
 async def all_reduce(
     transport: Transport, members: Sequence[int], call: CollectiveCall, flat: Array, op: np.ufunc
 ) -> None:
-    """Reduces a small flat buffer, in place; runs on the event loop.
-
-    Args:
-      flat: contiguous array of shape [n], any numeric dtype.
-      op: commutative binary ufunc.
-    """
+    """Reduces a small flat buffer of any numeric dtype, in place; `op` is commutative."""
     messages = CallMessages(transport, call)
     index, size = members.index(transport.rank), len(members)
     last_round = size.bit_length()

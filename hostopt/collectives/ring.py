@@ -70,12 +70,7 @@ class RingGroup:
     def start_all_reduce(
         self, call: CollectiveCall, flat: Array
     ) -> concurrent.futures.Future[None]:
-        """Starts to sum a flat buffer, in place, and returns immediately.
-
-        Args:
-          flat: contiguous array of shape [n], any numeric dtype. It must not be accessed until the
-            future is done.
-        """
+        """Starts to sum a flat buffer, in place. Do not access it until the future is done."""
         return event_loop.start(self._run(call, flat, all_reduce_rounds(self._index, self._size)))
 
     def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
@@ -123,11 +118,7 @@ class RingGroup:
         event_loop.run(self._broadcast(call, flat, self._members.index(root)))
 
     def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
-        """Gathers byte strings, whose lengths may differ, on every rank.
-
-        Returns:
-          The bytes of each rank, in the order of members; `data` itself for this rank.
-        """
+        """Gathers byte strings of any length, in the order of members; `data` itself is one."""
         return event_loop.run(self._all_gather_bytes(call, data))
 
     def exchange(

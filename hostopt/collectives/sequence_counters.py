@@ -57,23 +57,30 @@ class SequenceCounters:
         self._spins = _SPINS if len(members) <= len(os.sched_getaffinity(0)) else 1
         self._barriers = 0
         self._calls = 0
+        self._is_unchecked = False  # the signature of the last call
 
     def barrier(self, call: CollectiveCall, round_: int) -> None:
-        """Waits until all ranks of this host have reached barrier `round_` of the call."""
+        """Waits until all ranks of this host have reached barrier `round_` of the call.
+
+        The first one after `begin_call` raises CollectiveMismatchError if the calls differ.
+        """
         self._barriers += 1
         self._words[self._line + _BARRIER] = self._barriers
         for line, rank in self._peers:
             self._wait(line + _BARRIER, self._barriers, rank, call, round_)
+        if self._is_unchecked:
+            self._is_unchecked = False
+            self._check_signature(call)
 
     def begin_call(self, call: CollectiveCall, nbytes: int) -> None:
         """Publishes the signature of a call of `nbytes`, before its first barrier."""
         tag = call.tag()
         self._transport.recorder.record("in memory", -1, call.name, tag, nbytes)
         self._calls += 1
+        self._is_unchecked = True
         self._words[self._line + _SIGNATURE + self._calls % 2] = tag.signature
 
-    def check_signature(self, call: CollectiveCall) -> None:
-        """Raises CollectiveMismatchError if the calls differ, after the first barrier."""
+    def _check_signature(self, call: CollectiveCall) -> None:
         position = _SIGNATURE + self._calls % 2
         local = self._words[self._line + position]
         for line, rank in self._peers:

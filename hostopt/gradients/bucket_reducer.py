@@ -15,7 +15,7 @@ from hostopt.collectives.finite import all_finite
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.shared_memory import SharedMemoryChannel, TensorListView
 from hostopt.collectives.wire_format import WireFormat
-from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket, free_buffers
+from hostopt.gradients.bucket import Bucket, BufferPool, free_buffers
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 from hostopt.gradients.step_stats import StepStats, StepTimes
 from hostopt.telemetry.timeline import Track
@@ -63,10 +63,8 @@ class BucketReducer(abc.ABC):
     def scatter(self, bucket: int) -> bool:
         """Makes each rank get its `Bucket.parts` of the sums of a bucket only, as flat arrays.
 
-        All ranks must call it alike, before the first step.
-
-        Returns:
-          False if that would save no message. Nothing changes then.
+        All ranks must call it alike, before the first step. Returns False, and changes nothing, if
+        that would save no message.
         """
         del bucket
         return False
@@ -114,7 +112,8 @@ class BucketReducer(abc.ABC):
         return self._calls[bucket]._replace(step=self._first_step + step)
 
     def _first_call(self, index: int) -> CollectiveCall:
-        bucket, name = self._buckets[index], describe_bucket(self._buckets, index)
+        bucket = self._buckets[index]
+        name = f"{bucket.name} (bucket {index + 1}/{len(self._buckets)})"
         wire_format = self._format_of(bucket)
         format_name = "" if wire_format is None else wire_format.name
         shape = (bucket.nbytes // bucket.dtype.itemsize,)

@@ -30,12 +30,9 @@ class QuantizedSum:
         self._residual: Array | None = None
 
     def sum_in_place(self, values: Array, name: str) -> None:
-        """Sums an array over the ranks. Every rank gets the same bits.
+        """Sums finite float32 values [n] over the ranks. Every rank gets the same bits.
 
         Collective: all ranks must call it.
-
-        Args:
-          values: finite array of float32 of shape [n], overwritten with the sum.
         """
         if self._residual is not None:
             values += self._residual
@@ -61,8 +58,7 @@ class QuantizedSum:
 def encode(values: Array, bits: int) -> bytes:
     """Rounds finite float32 values [n] to integers of 8 or 4 bits.
 
-    Returns:
-      A scale of float32 for each row, then the integers. With 4 bits two of them make a byte.
+    Returns float32 scales, one for each row, then the integers. With 4 bits two make a byte.
     """
     largest = np.float32((1 << (bits - 1)) - 1)
     count = -(-values.size // _ROW)

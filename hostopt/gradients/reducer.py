@@ -108,11 +108,9 @@ class Reducer(BucketReducer):
             self._changed.notify_all()
 
     def wait(self, bucket: int) -> list[Array]:
-        """Waits until a bucket is reduced.
+        """Returns the sums of a bucket, in packing order, or this rank's parts (`scatter`).
 
-        Returns:
-          The sums, in packing order, or this rank's parts of them (`scatter`). They are views of
-          a buffer that is not reused while one of them is alive.
+        They are views of a buffer that is not reused while one of them is alive.
         """
         begin_s = time.monotonic()
         with self._changed:

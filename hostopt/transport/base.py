@@ -92,9 +92,8 @@ class Transport(abc.ABC):
     ) -> memoryview:
         """Waits for a message. An error aborts the ring, as no rank can continue.
 
-        Args:
-          into: memory that the payload may be received into, which saves a copy. Its content is
-            undefined after an error. The result is read-only, there or elsewhere.
+        The result is read-only, in `into`, which saves a copy, or elsewhere. The content of `into`
+        is undefined after an error.
         """
         try:
             sent_tag, payload = await self.mailbox.take(peer, tag, name, into)

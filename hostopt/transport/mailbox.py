@@ -46,36 +46,6 @@ class Destination:
         self.view = memoryview(bytearray(self.view))
 
 
-class Destinations:
-    """The offers of one rank, each made and taken on the same event loop."""
-
-    def __init__(self) -> None:
-        self._offered: dict[tuple[int, int, Tag], Destination] = {}  # by loop, peer and tag
-
-    @contextlib.contextmanager
-    def offer(self, peer: int, tag: Tag, view: memoryview | None) -> Iterator[None]:
-        """Offers memory for a payload in this scope; nothing is written after an exception."""
-        if view is None:
-            yield
-            return
-        key = event_loop.current(), peer, tag
-        self._offered[key] = destination = Destination(view)
-        try:
-            yield
-        except BaseException:
-            destination.withdraw()
-            raise
-        finally:
-            del self._offered[key]
-
-    def of(self, peer: int, tag: Tag, nbytes: int) -> Destination:
-        """Returns memory for a payload: what is offered, if signature and size are the same."""
-        destination = self._offered.get((event_loop.current(), peer, tag))
-        if destination is None or len(destination.view) != nbytes:
-            return Destination(memoryview(np.empty(nbytes, np.uint8)))
-        return destination
-
-
 class Mailbox:
     """Messages by sender and tag. A wait ends with a message, an error or a deadline.
 
@@ -103,7 +73,7 @@ class Mailbox:
         self._resumed_step = -1  # finish markers up to this step are outdated
         self._waits: dict[Schedule, Wait] = {}
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
-        self.destinations = Destinations()  # for payloads of awaited messages
+        self._offered: dict[tuple[int, int, Tag], Destination] = {}  # by loop, peer and tag
         self._listeners: dict[int, Listener] = {}  # by channel
         self._on_failure: list[Callable[[HostOptError], object]] = []
         self._lock = threading.RLock()  # reentrant, as a signal handler may run at any time
@@ -139,21 +109,42 @@ class Mailbox:
     async def take(
         self, peer: int, tag: Tag, name: str, into: memoryview | None = None
     ) -> tuple[Tag, memoryview]:
-        """Waits for a message of `peer` and removes it.
+        """Waits for a message of `peer` and removes it; the signature is not compared.
 
-        Args:
-          tag: which message; its signature is not compared.
-          into: memory that the payload may be received into. It is used only if the message has
-            not begun to arrive.
-
-        Returns:
-          The tag as the peer has sent it, and the payload, in `into` or elsewhere.
+        Returns the tag as the peer has sent it, and the payload. It is in `into` only if the
+        message has not begun to arrive.
         """
         key = _key(peer, tag)
         if key not in self._messages:
-            with self.waiting(peer, tag, name) as check, self.destinations.offer(peer, tag, into):
+            with self.waiting(peer, tag, name) as check, self.offer(peer, tag, into):
                 await self._wait_until_stored(key, check)
         return self._messages.pop(key)
+
+    @contextlib.contextmanager
+    def offer(self, peer: int, tag: Tag, view: memoryview | None) -> Iterator[None]:
+        """Offers memory for a payload in this scope; nothing is written after an exception.
+
+        Offers are made and taken on the same event loop.
+        """
+        if view is None:
+            yield
+            return
+        key = event_loop.current(), peer, tag
+        self._offered[key] = destination = Destination(view)
+        try:
+            yield
+        except BaseException:
+            destination.withdraw()
+            raise
+        finally:
+            del self._offered[key]
+
+    def destination(self, peer: int, tag: Tag, nbytes: int) -> Destination:
+        """Returns memory for a payload: what is offered, if signature and size are the same."""
+        offered = self._offered.get((event_loop.current(), peer, tag))
+        if offered is None or len(offered.view) != nbytes:
+            return Destination(memoryview(np.empty(nbytes, np.uint8)))
+        return offered
 
     async def _wait_until_stored(self, key: tuple[int, ...], check: Callable[[], float]) -> None:
         loop = asyncio.get_running_loop()
@@ -187,13 +178,9 @@ class Mailbox:
     ) -> Iterator[Callable[[], float]]:
         """Registers a wait for a peer, by any means. The waiter calls the yielded function often.
 
-        Args:
-          grace_s: time for which the wait goes on after the peer has left in good order, if what
-            it sent before can arrive later, in seconds.
-
-        Yields:
-          Function that warns when a warning is due and raises when the wait cannot succeed.
-          Otherwise it returns the time in seconds until it has to be called again.
+        It warns when a warning is due and raises when the wait cannot succeed. Otherwise it
+        returns the time in seconds until it has to be called again. If what the peer has sent can
+        arrive after it has left in good order, the wait goes on for `grace_s`.
         """
         wait = Wait(peer, tag, name, time.monotonic())
         schedule = Schedule(wait, self._options, self._on_stall, self._on_long_wait, grace_s)
@@ -201,7 +188,12 @@ class Mailbox:
         def check() -> float:
             reason = self._reason_of_end(peer, tag)
             if reason is not None and not schedule.is_in_grace():
-                raise _gone_error(self._cluster, peer, tag, name, reason)
+                cluster = self._cluster
+                raise PeerLostError(
+                    f"{cluster.describe(peer)} is gone at {tag} while rank {cluster.rank} waited "
+                    f"for {name or 'its data'}: {reason}. Give all ranks the same number of steps",
+                    **cluster.attributes(peer, step=tag.step, bucket=tag.bucket),
+                )
             left_s = schedule.next_s()
             if left_s is None:
                 raise self.timeout_error(wait, peer, "")
@@ -314,14 +306,6 @@ class Mailbox:
             f"rank {self._cluster.rank} has waited {time.monotonic() - wait.since_s:.1f} s for "
             f"{wait.name or 'data'} from {self._cluster.describe(wait.peer)} at {wait.tag}"
         )
-
-
-def _gone_error(cluster: Cluster, peer: int, tag: Tag, name: str, reason: str) -> PeerLostError:
-    return PeerLostError(
-        f"{cluster.describe(peer)} is gone at {tag} while rank {cluster.rank} waited for "
-        f"{name or 'its data'}: {reason}. Give all ranks the same number of steps",
-        **cluster.attributes(peer, step=tag.step, bucket=tag.bucket),
-    )
 
 
 def _key(peer: int, tag: Tag) -> tuple[int, ...]:

@@ -46,14 +46,9 @@ class World:
         self._count = 0
 
     def open(self, opening: Channel, call: CollectiveCall) -> tuple[Any, Any] | None:
-        """Opens two communicators of MPI. Collective: all ranks must call it.
+        """Opens two communicators of MPI for a call. Collective: all ranks must call it.
 
-        Args:
-          opening: channel of messages for this.
-          call: the call that needs them.
-
-        Returns:
-          The communicators; None if a rank has too many.
+        The `opening` channel has the messages for this. Returns None if a rank has too many.
         """
         name = call.signature.text
         problem = "" if self._count < _MAX_CHANNELS else "too many"

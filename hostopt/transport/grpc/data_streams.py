@@ -59,7 +59,8 @@ class OutgoingStreams:
         """
         key = peer, event_loop.current()
         if key not in self._streams:
-            has_socket = self._peers.data_ports.get(peer, 0) and not self._is_unreachable(*key)
+            target = self._peers.incarnations.get(peer), event_loop.current()
+            has_socket = self._peers.data_ports.get(peer, 0) and target not in self._unreachable
             if not has_socket and event_loop.current():
                 return None
             self._streams[key] = (self._open_socket if has_socket else self._open_grpc)(peer)
@@ -109,9 +110,6 @@ class OutgoingStreams:
             if since_s is not None:
                 blocked[peer] = min(since_s, blocked.get(peer, since_s))
         return blocked
-
-    def _is_unreachable(self, peer: int, loop: int) -> bool:
-        return (self._peers.incarnations[peer], loop) in self._unreachable
 
     def _writer(self) -> FrameWriter:
         return FrameWriter(self._peers.origin(self._peers.rank), self._has_checksum)

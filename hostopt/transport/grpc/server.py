@@ -67,11 +67,7 @@ class RpcServer:
     async def start(
         self, service: str, on_stream: Any, on_observe: Handler, **handlers: Handler
     ) -> None:
-        """Listens at this rank's address and begins to answer calls.
-
-        Args:
-          on_stream: takes a stream of frames, and calls `admit_stream` first.
-        """
+        """Listens at this rank's address; `on_stream` calls `admit_stream` first."""
         cluster = self._peers.cluster
         self._unknown = asyncio.Semaphore(limits.UNKNOWN_REQUESTS)
         keep_aio_running()

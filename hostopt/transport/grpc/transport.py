@@ -48,8 +48,7 @@ from hostopt.transport.stall import Status
 class GrpcTransport(Transport):
     """One rank of a ring over gRPC. The constructor returns once all peers are connected.
 
-    Args:
-      service: name of the gRPC service; ranks with different names do not connect.
+    Ranks with different names of the gRPC `service` do not connect.
     """
 
     def __init__(self, cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> None:
