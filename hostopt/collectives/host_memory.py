@@ -13,7 +13,6 @@ from hostopt.collectives import shared_file
 from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.hosts import Hosts, group_by_host
 from hostopt.collectives.ring import RingGroup, all_gather_texts
-from hostopt.collectives.shared_file import SharedFile
 from hostopt.collectives.shared_memory import SharedMemoryChannel, TensorListView, channel_bytes
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
@@ -171,9 +170,8 @@ class HostMemory:
         with contextlib.ExitStack() as stack:
             if is_leader and len(members) > 1 and not is_declined:
                 try:
-                    file = SharedFile(nbytes)
-                    stack.callback(file.unlink)  # after all ranks have mapped it
-                    path, memory = file.path, file.memory
+                    # it has a name until all ranks have mapped it
+                    path, memory = stack.enter_context(shared_file.create(nbytes))
                 except OSError as error:
                     descriptors.check(error)
                     problem = f"{shared_file.DIRECTORY} has no {nbytes} bytes free: {error}"

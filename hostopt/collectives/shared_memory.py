@@ -88,12 +88,12 @@ class StagingBuffers:
 
     def __init__(self, memory: memoryview, count: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self._memory = memory
-        self._begin = counters_bytes(count)
         self._count = count
         self._slots = _slot_count(count)
         self._slot = 0
-        self._arrays: dict[np.dtype[Any], Array] = {}  # all buffers as one array, by dtype
+        flat = np.frombuffer(memory, np.uint8, offset=counters_bytes(count))
+        self._buffers = flat.reshape(-1, self._slots, block_bytes)
+        self._arrays: dict[np.dtype[Any], Array] = {}  # the buffers, by dtype
 
     def next_slot(self) -> None:
         """Moves on to the next slot."""
@@ -105,10 +105,8 @@ class StagingBuffers:
         The index is that of the rank on this host; the number of ranks for the sums.
         """
         if dtype not in self._arrays:
-            count = (len(self._memory) - self._begin) // dtype.itemsize
-            self._arrays[dtype] = np.frombuffer(self._memory, dtype, count, self._begin)
-        start = (index * self._slots + self._slot) * (self.block_bytes // dtype.itemsize)
-        return self._arrays[dtype][start : start + size]
+            self._arrays[dtype] = self._buffers.view(dtype)
+        return self._arrays[dtype][index, self._slot, :size]
 
     def blocks(self, dtype: np.dtype[Any], size: int) -> list[Array]:
         """Returns the block of the current slot of each rank; see `block`."""
@@ -116,7 +114,7 @@ class StagingBuffers:
 
     def bytes_of_blocks(self) -> list[memoryview]:
         """Returns the bytes of the block of the current slot of each rank."""
-        return [each.data for each in self.blocks(np.dtype(np.uint8), self.block_bytes)]
+        return [each.data for each in self._buffers[: self._count, self._slot]]
 
 
 class TensorListView:
