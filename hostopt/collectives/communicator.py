@@ -10,13 +10,13 @@ from typing import Any, overload
 import numpy as np
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.collectives import recursive_doubling
 from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.host_memory import HierarchicalAllReduce, HostMemory
 from hostopt.collectives.hosts import Hosts, each_alone
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.mpi.group import MpiGroup
 from hostopt.collectives.mpi.world import World
+from hostopt.collectives.pairs import partners
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.scalar_sum import ScalarSum
@@ -453,5 +453,5 @@ def _receivers(rank: int, size: int, hosts: Hosts | None) -> set[int]:
 def _receivers_in(members: Sequence[int], rank: int) -> set[int]:
     """Returns the next rank on the ring, and the partners of recursive doubling."""
     index, size = members.index(rank), len(members)
-    positions = [(index + 1) % size, *recursive_doubling.partners(index, size)]
+    positions = [(index + 1) % size, *partners(index, size)]
     return {members[position] for position in positions}

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hostopt.collectives import halving, recursive_doubling
 from hostopt.collectives.call import Array, Channel, CollectiveCall
-from hostopt.collectives.halving import Halving
 from hostopt.collectives.messages import CallMessages
+from hostopt.collectives.pairs import MEDIUM_BYTES, SMALL_BYTES, Pairs
 from hostopt.collectives.ring_schedule import (
     SEGMENTS_AHEAD,
     Round,
@@ -29,7 +29,7 @@ from hostopt.collectives.ring_schedule import (
     reduce_scatter_rounds,
     segments,
 )
-from hostopt.collectives.streams import Stripe, run_on_streams
+from hostopt.collectives.streams import ONE_STREAM, Stripe, run_on_streams
 from hostopt.collectives.wire_format import WireFormat, no_compression
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
@@ -150,18 +150,17 @@ class RingGroup:
             return
         transport, size, wire = self._transport, self._size, self._wire_format
         if size > 2 and wire is None:
-            most_bytes = min(recursive_doubling.MOST_BYTES, transport.options.segment_bytes)
-            if rounds[0].reduce and flat.nbytes <= most_bytes:
-                await recursive_doubling.all_reduce(transport, self._members, call, flat, op)
+            pairs = functools.partial(Pairs, transport, self._members, call)
+            small_bytes = min(SMALL_BYTES, transport.options.segment_bytes)
+            if rounds[0].reduce and flat.nbytes <= small_bytes:
+                await pairs(ONE_STREAM).double(flat, op)
                 return
-            if size & (size - 1) == 0 and flat.nbytes <= halving.MOST_BYTES:
+            if size & (size - 1) == 0 and flat.nbytes <= MEDIUM_BYTES:
                 await run_on_streams(
                     transport,
                     flat.size // size,
                     flat.itemsize,
-                    lambda stripe: Halving(transport, self._members, call, stripe).run(
-                        flat, op, rounds
-                    ),
+                    lambda stripe: pairs(stripe).halve(flat, op, rounds),
                 )
                 return
         count = 1 if rounds[0].send == rounds[0].recv else size

@@ -10,10 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Union
 
-from hostopt.collectives import chunks, recursive_doubling
+from hostopt.collectives import chunks
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite, safe_limit
+from hostopt.collectives.pairs import SMALL_BYTES
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.scalar_sum import ScalarSum
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
@@ -71,7 +72,7 @@ class Reducer(BucketReducer):
         """See `BucketReducer.scatter`."""
         nbytes = self._buckets[bucket].nbytes
         # a smaller one is not reduced by a ring
-        if not chunks.has_chunks(self.communicator) or nbytes <= recursive_doubling.MOST_BYTES:
+        if not chunks.has_chunks(self.communicator) or nbytes <= SMALL_BYTES:
             return False
         if self._flags is None:
             self._flags = self.communicator.open_scalar_sum("flags")
