@@ -163,8 +163,10 @@ class NamedCollectives:
             for dtype in dict.fromkeys(array.dtype for array in arrays):
                 indices = [i for i, array in enumerate(arrays) if array.dtype == dtype]
                 chosen = [arrays[i] for i in indices]
-                format_name = compression if _can_compress(dtype, op) else None
-                reduced = channel.all_reduce(chosen, name, op, format_name)
+                can_compress = dtype == np.float32 and op.ufunc is np.add
+                reduced = channel.all_reduce(
+                    chosen, name, op, compression if can_compress else None
+                )
                 for index, array in zip(indices, reduced):
                     results[index] = array
         return results
@@ -339,10 +341,6 @@ def _take_part(named: NamedCollectives, announcement: Announcement) -> None:
         named.barrier(name)
 
 
-def _can_compress(dtype: np.dtype[Any], op: ReduceOp) -> bool:
-    return dtype == np.float32 and op in (ReduceOp.SUM, ReduceOp.AVERAGE)
-
-
 def _describe_rows(kind: str, name: str, array: Array) -> str:
     """Describes an array whose number of rows may differ between ranks."""
     shape = ", ".join(["?", *map(str, array.shape[1:])])
@@ -373,7 +371,10 @@ def _rows(array: Array, kind: str) -> Array:
 
 def describe_arrays(arrays: Sequence[Array]) -> list[tuple[str, tuple[int, ...]]]:
     """Returns dtypes and shapes of arrays, in types that JSON supports."""
-    return [(_name_of(array.dtype), array.shape) for array in arrays]
+    # numpy's code, which any dtype has but those of ml_dtypes
+    dtypes = [array.dtype for array in arrays]
+    names = [each.name if hasattr(ml_dtypes, each.name) else each.str for each in dtypes]
+    return [(name, array.shape) for name, array in zip(names, arrays)]
 
 
 def neutral_arrays(
@@ -401,8 +402,3 @@ def neutral_value(dtype: np.dtype[Any], op: ReduceOp) -> Any:
         limits = np.iinfo(dtype)
         return limits.max if op is ReduceOp.MIN else limits.min
     return np.inf if op is ReduceOp.MIN else -np.inf
-
-
-def _name_of(dtype: np.dtype[Any]) -> str:
-    """Returns the name of a dtype of ml_dtypes, or numpy's code, which any other dtype has."""
-    return dtype.name if hasattr(ml_dtypes, dtype.name) else dtype.str

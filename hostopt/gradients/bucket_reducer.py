@@ -39,12 +39,12 @@ class BucketReducer(abc.ABC):
     ) -> None:
         self.communicator = communicator.duplicate("gradients")
         self.nonfinite_check = check
-        self._buckets = tuple(buckets)
+        self.buckets = tuple(buckets)  # in the order in which they are reduced
         self._wire_format = wire_format
         self._first_step = 0
-        self._pools = [BufferPool(bucket) for bucket in self._buckets]
-        self._calls = [self._first_call(index) for index in range(len(self._buckets))]
-        self._stats = StepStats(len(self._buckets))
+        self._pools = [BufferPool(bucket) for bucket in self.buckets]
+        self._calls = [self._first_call(index) for index in range(len(self.buckets))]
+        self._stats = StepStats(len(self.buckets))
 
     @property
     def last_times(self) -> StepTimes | None:
@@ -54,11 +54,6 @@ class BucketReducer(abc.ABC):
     def count_from(self, step: int) -> None:
         """Sets the number of the first step, the same on all ranks, before any reduction."""
         self._first_step = step
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets, in the order in which they are reduced."""
-        return self._buckets
 
     def scatter(self, bucket: int) -> bool:
         """Makes each rank get its `Bucket.parts` of the sums of a bucket only, as flat arrays.
@@ -71,7 +66,7 @@ class BucketReducer(abc.ABC):
 
     def zeros(self, bucket: int) -> list[Array]:
         """Returns gradients of zeros for a bucket, for a rank that has no gradients."""
-        return self._buckets[bucket].zeros()
+        return self.buckets[bucket].zeros()
 
     def refuse(self, reason: str) -> None:
         """Counts a step that this rank refuses, and tells ranks that wait for it."""
@@ -101,7 +96,7 @@ class BucketReducer(abc.ABC):
     ) -> None:
         timeline = self.communicator.transport.timeline
         if timeline is not None:
-            nbytes, name = self._buckets[bucket].nbytes, self._calls[bucket].name
+            nbytes, name = self.buckets[bucket].nbytes, self._calls[bucket].name
             timeline.span(track, name, begin_s, end_s, step=step, bucket=bucket, bytes=nbytes)
 
     def _format_of(self, bucket: Bucket) -> WireFormat | None:
@@ -112,8 +107,8 @@ class BucketReducer(abc.ABC):
         return self._calls[bucket]._replace(step=self._first_step + step)
 
     def _first_call(self, index: int) -> CollectiveCall:
-        bucket = self._buckets[index]
-        name = f"{bucket.name} (bucket {index + 1}/{len(self._buckets)})"
+        bucket = self.buckets[index]
+        name = f"{bucket.name} (bucket {index + 1}/{len(self.buckets)})"
         wire_format = self._format_of(bucket)
         format_name = "" if wire_format is None else wire_format.name
         shape = (bucket.nbytes // bucket.dtype.itemsize,)
@@ -135,8 +130,8 @@ class InlineReducer(BucketReducer):
         self, communicator: Communicator, buckets: Sequence[Bucket], check: NonFiniteCheck
     ) -> None:
         super().__init__(communicator, buckets, check)
-        self._slots = [SharedSlots(self.communicator, bucket) for bucket in self._buckets]
-        self._steps = [0] * len(self._buckets)  # reductions of each bucket
+        self._slots = [SharedSlots(self.communicator, bucket) for bucket in self.buckets]
+        self._steps = [0] * len(self.buckets)  # reductions of each bucket
         self._lock = threading.Lock()
 
     def reduce(self, bucket: int, arrays: Sequence[Array]) -> list[Array]:
@@ -145,7 +140,7 @@ class InlineReducer(BucketReducer):
         The arrays, in packing order, are not modified. The sums are read-only views of memory that
         other ranks read too. It is not reused while a view is alive on any rank.
         """
-        plan = self._buckets[bucket]
+        plan = self.buckets[bucket]
         begin_s = time.monotonic()
         with self._lock:
             call = self._call(bucket, self._steps[bucket])

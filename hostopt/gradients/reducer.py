@@ -53,7 +53,7 @@ class Reducer(BucketReducer):
         super().__init__(communicator, buckets, check, wire_format or new_wire_format(option))
         self._scattered: set[int] = set()
         self._flags: ScalarSum | None = None  # of scattered buckets
-        self._limits = [self._limit(bucket) for bucket in self._buckets]
+        self._limits = [self._limit(bucket) for bucket in self.buckets]
         self._step = 0
         self._next = 0  # bucket that is reduced next
         self._pending: set[int] = set()  # launched, and not yet waited for
@@ -70,7 +70,7 @@ class Reducer(BucketReducer):
 
     def scatter(self, bucket: int) -> bool:
         """See `BucketReducer.scatter`."""
-        nbytes = self._buckets[bucket].nbytes
+        nbytes = self.buckets[bucket].nbytes
         # a smaller one is not reduced by a ring
         if not chunks.has_chunks(self.communicator) or nbytes <= SMALL_BYTES:
             return False
@@ -88,7 +88,7 @@ class Reducer(BucketReducer):
                 raise self._error
             if bucket in self._pending:
                 raise ConfigError(
-                    f"bucket {bucket} ({self._buckets[bucket].name}) was launched twice in one "
+                    f"bucket {bucket} ({self.buckets[bucket].name}) was launched twice in one "
                     "step. Run the training operation once in each session.run",
                     bucket=bucket,
                 )
@@ -97,7 +97,7 @@ class Reducer(BucketReducer):
                 self._begin_step()
             self._pending.add(bucket)
             buffer = self._pools[bucket].take()
-        plan = self._buckets[bucket]
+        plan = self.buckets[bucket]
         is_safe = plan.pack(arrays, buffer, self._limits[bucket])  # [G3] copy to the flat buffer
         # the ring overwrites the local gradients: scan them before
         nonfinite = {} if is_safe else find_nonfinite(plan.names, arrays)
@@ -120,7 +120,7 @@ class Reducer(BucketReducer):
             buffer = self._reduced.pop(bucket)
             self._pending.discard(bucket)
             self._record_wait(bucket, begin_s, time.monotonic())
-        plan = self._buckets[bucket]
+        plan = self.buckets[bucket]
         sums = plan.views(buffer)
         if bucket in self._scattered:
             parts = plan.parts[self.communicator.rank]
@@ -176,7 +176,7 @@ class Reducer(BucketReducer):
             index, call = self._next, self._call(self._next, self._step)
             buffer, nonfinite = self._launched.pop(index)
             self._is_reducing = True
-        plan = self._buckets[index]
+        plan = self.buckets[index]
         begin_s = time.monotonic()
         wire_format = self._format_of(plan)
         # [G4] the ring, while backward computes the next buckets
@@ -199,7 +199,7 @@ class Reducer(BucketReducer):
             self._progress_s = time.monotonic()
             self._stats.ring(index, begin_s, end_s)
             self._next += 1
-            if self._next == len(self._buckets):
+            if self._next == len(self.buckets):
                 self._begin_step()
             self._changed.notify_all()
 
@@ -217,7 +217,7 @@ class Reducer(BucketReducer):
         return not self._flags.wait()[0]
 
     def _find_in_sums(self, index: int, buffer: Array) -> dict[str, str]:
-        plan = self._buckets[index]
+        plan = self.buckets[index]
         if index in self._scattered:
             chunks.all_gather(self._whole, buffer, self._calls[index].name)
         return find_nonfinite(plan.names, plan.views(buffer))

@@ -201,12 +201,12 @@ class IncomingStreams:
             )
             return
         self._peers.data_port = self._data_server.port
-        server_sockets.keep_from_children(self._data_server.port)
+        server_sockets.closed_in_children.add(self._data_server.port)
 
     async def stop(self, grace_s: float) -> None:
         """Closes the data port; peers have `grace_s` for their last frames."""
         await self._data_server.stop(grace_s)
-        server_sockets.forget(self._data_server.port)
+        server_sockets.closed_in_children.discard(self._data_server.port)
 
     async def on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
         """Receives the frames of a peer in gRPC messages until its stream ends."""
