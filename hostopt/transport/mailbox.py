@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.event_loop import settle
 from hostopt.transport.message import Tag
-from hostopt.transport.stall import Schedule, Wait
+from hostopt.transport.stall import Wait, schedule
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Mailbox:
         self._left: set[int] = set()
         self._markers: dict[int, list[Tag]] = {}  # finish markers of its streams, by peer
         self._resumed_step = -1  # finish markers up to this step are outdated
-        self._waits: dict[Schedule, Wait] = {}
+        self._waits: dict[Iterator[float], Wait] = {}
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
         self._offered: dict[tuple[int, int, Tag], Destination] = {}  # by loop, peer and tag
         self._listeners: dict[int, Listener] = {}  # by channel
@@ -183,27 +184,26 @@ class Mailbox:
         arrive after it has left in good order, the wait goes on for `grace_s`.
         """
         wait = Wait(peer, tag, name, time.monotonic())
-        schedule = Schedule(wait, self._options, self._on_stall, self._on_long_wait, grace_s)
+        due = schedule(wait, self._options, self._on_stall, self._on_long_wait)
+        grace_end_s = math.inf  # from the first check at which the peer has left
 
         def check() -> float:
+            nonlocal grace_end_s
             reason = self._reason_of_end(peer, tag)
-            if reason is not None and not schedule.is_in_grace():
-                cluster = self._cluster
-                raise PeerLostError(
-                    f"{cluster.describe(peer)} is gone at {tag} while rank {cluster.rank} waited "
-                    f"for {name or 'its data'}: {reason}. Give all ranks the same number of steps",
-                    **cluster.attributes(peer, step=tag.step, bucket=tag.bucket),
-                )
-            left_s = schedule.next_s()
+            if reason is not None:
+                grace_end_s = min(grace_end_s, time.monotonic() + grace_s)
+                if time.monotonic() >= grace_end_s:
+                    raise self._gone_error(wait, reason)
+            left_s = next(due, None)
             if left_s is None:
                 raise self.timeout_error(wait, peer, "")
             return left_s
 
-        self._waits[schedule] = wait
+        self._waits[due] = wait
         try:
             yield check
         finally:
-            del self._waits[schedule]
+            del self._waits[due]
 
     def poll(
         self,
@@ -288,6 +288,14 @@ class Mailbox:
         if has_finished and tag.channel != markers[0].channel:
             return "it has finished after fewer steps than this rank"
         return None
+
+    def _gone_error(self, wait: Wait, reason: str) -> PeerLostError:
+        cluster, tag = self._cluster, wait.tag
+        return PeerLostError(
+            f"{cluster.describe(wait.peer)} is gone at {tag} while rank {cluster.rank} waited for "
+            f"{wait.name or 'its data'}: {reason}. Give all ranks the same number of steps",
+            **cluster.attributes(wait.peer, step=tag.step, bucket=tag.bucket),
+        )
 
     def timeout_error(self, wait: Wait, culprit: int, reason: str) -> CollectiveTimeoutError:
         """Builds the error of a wait that has reached its deadline."""
