@@ -73,28 +73,35 @@ async def run_on_loops(coroutines: dict[int, Coroutine[Any, Any, _Result]]) -> l
     caller's memory is free again.
     """
     loop = asyncio.get_running_loop()
-    ends = [loop.create_future() for _ in coroutines]
+    ends: list[asyncio.Future[_Result]] = [loop.create_future() for _ in coroutines]
 
     async def run_to_end(
-        coroutine: Coroutine[Any, Any, _Result], end: asyncio.Future[None]
-    ) -> _Result:
+        coroutine: Coroutine[Any, Any, _Result], end: asyncio.Future[_Result]
+    ) -> None:
         try:
-            return await coroutine
-        finally:
-            loop.call_soon_threadsafe(settle, end)
+            loop.call_soon_threadsafe(end.set_result, await coroutine)
+        except asyncio.CancelledError:
+            loop.call_soon_threadsafe(end.cancel)
+        except BaseException as error:
+            loop.call_soon_threadsafe(end.set_exception, error)
 
     running = [
-        asyncio.wrap_future(start(run_to_end(coroutine, end), number))
+        start(run_to_end(coroutine, end), number)
         for (number, coroutine), end in zip(coroutines.items(), ends)
     ]
+    first: set[asyncio.Future[_Result]] = set()
     try:
-        return await asyncio.gather(*running)
+        first, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         for each in running:
             each.cancel()
         while not all(end.done() for end in ends):
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait(ends)
+        errors = [end.exception() for end in (*first, *ends) if not end.cancelled()]
+    for error in filter(None, errors):
+        raise error
+    return [end.result() for end in ends]
 
 
 def call(number: int, function: Callable[[], object]) -> None:
