@@ -12,7 +12,7 @@ import numpy as np
 from hostopt.cluster.cluster import Cluster
 from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.host_memory import HierarchicalAllReduce, HostMemory
-from hostopt.collectives.hosts import Hosts, each_alone
+from hostopt.collectives.hosts import Hosts
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.mpi.group import MpiGroup
 from hostopt.collectives.mpi.world import World
@@ -61,7 +61,8 @@ class Communicator(Channel):
         self._group: RingGroup | MpiGroup  # without a wire format
         self.hosts = hosts
         self.memory: HostMemory | None = None
-        self._on_network = HierarchicalAllReduce(each_alone(transport.size), None, transport)
+        each_alone = Hosts(tuple((rank,) for rank in range(transport.size)))
+        self._on_network = HierarchicalAllReduce(each_alone, None, transport)
         self._opening: Channel | None = None  # of shared memory, or communicators of MPI
         if hosts is not None or world is not None:
             number = transport.open_channel(f"what channel {channel} opens")

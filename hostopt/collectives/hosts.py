@@ -47,11 +47,6 @@ class Hosts:
         return group
 
 
-def each_alone(size: int) -> Hosts:
-    """Returns the hosts of ranks of which no two share one."""
-    return Hosts(tuple((rank,) for rank in range(size)))
-
-
 def boot_id() -> str:
     """Returns the boot id of the kernel; "" if it has none."""
     try:
