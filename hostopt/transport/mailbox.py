@@ -193,7 +193,13 @@ class Mailbox:
             if reason is not None:
                 grace_end_s = min(grace_end_s, time.monotonic() + grace_s)
                 if time.monotonic() >= grace_end_s:
-                    raise self._gone_error(wait, reason)
+                    cluster = self._cluster
+                    raise PeerLostError(
+                        f"{cluster.describe(peer)} is gone at {tag} while rank {cluster.rank} "
+                        f"waited for {name or 'its data'}: {reason}. Give all ranks the same "
+                        "number of steps",
+                        **cluster.attributes(peer, step=tag.step, bucket=tag.bucket),
+                    )
             left_s = next(due, None)
             if left_s is None:
                 raise self.timeout_error(wait, peer, "")
@@ -288,14 +294,6 @@ class Mailbox:
         if has_finished and tag.channel != markers[0].channel:
             return "it has finished after fewer steps than this rank"
         return None
-
-    def _gone_error(self, wait: Wait, reason: str) -> PeerLostError:
-        cluster, tag = self._cluster, wait.tag
-        return PeerLostError(
-            f"{cluster.describe(wait.peer)} is gone at {tag} while rank {cluster.rank} waited for "
-            f"{wait.name or 'its data'}: {reason}. Give all ranks the same number of steps",
-            **cluster.attributes(wait.peer, step=tag.step, bucket=tag.bucket),
-        )
 
     def timeout_error(self, wait: Wait, culprit: int, reason: str) -> CollectiveTimeoutError:
         """Builds the error of a wait that has reached its deadline."""
