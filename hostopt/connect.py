@@ -15,7 +15,7 @@ from hostopt.adapters import launchers
 from hostopt.adapters.discover import set_tf_config
 from hostopt.cluster.cluster import Cluster
 from hostopt.collectives.communicator import Communicator
-from hostopt.collectives.host_memory import BLOCK_BYTES, find_hosts, open_hierarchical
+from hostopt.collectives.host_memory import BLOCK_BYTES, HostMemory, find_hosts
 from hostopt.collectives.hosts import local_host_id
 from hostopt.collectives.mpi import runtime
 from hostopt.collectives.mpi.world import open_world
@@ -110,7 +110,7 @@ def connect_ring(
         else:
             hosts = find_hosts(communicator, local_host_id())
             # tried now, so that an error is raised here and not in the middle of a step
-            if hosts is None or open_hierarchical(communicator, hosts, BLOCK_BYTES) is None:
+            if hosts is None or not HostMemory(communicator, hosts).hierarchical(BLOCK_BYTES):
                 return communicator
     except BaseException as error:
         communicator.abort(error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -54,19 +55,15 @@ class NamedChannel:
             flat = np.concatenate([array.reshape(-1) for array in arrays])
             description = describe_list(name, arrays)
             call = communicator.signed_call(_kind(op, compression), description, flat)
-        scale, wire_format, dtype = 1, None, flat.dtype
+        wire_format, dtype = None, flat.dtype
         averages_integers = _averages_integers(op, dtype)
         if averages_integers:
             op, flat = ReduceOp.SUM, flat.astype(np.int64)  # sums of small ones would wrap around
-        elif compression is not None and op is ReduceOp.AVERAGE:
-            op, scale = ReduceOp.SUM, self.communicator.size
         if compression is not None:
             wire_format = self._wire_formats.get(compression) or new_wire_format(compression)
             assert wire_format is not None
             self._wire_formats[compression] = wire_format
         communicator.all_reduce_in_place(flat, op, call, wire_format)
-        if scale != 1:
-            flat /= flat.dtype.type(scale)
         if averages_integers:
             flat = mean_of_integers(flat, communicator.size).astype(dtype)
         ends = np.cumsum([array.size for array in arrays])
@@ -166,8 +163,10 @@ class NamedCollectives:
             for dtype in dict.fromkeys(array.dtype for array in arrays):
                 indices = [i for i, array in enumerate(arrays) if array.dtype == dtype]
                 chosen = [arrays[i] for i in indices]
-                format_name = compression if _can_compress(dtype, op) else None
-                reduced = channel.all_reduce(chosen, name, op, format_name)
+                can_compress = dtype == np.float32 and op.ufunc is np.add
+                reduced = channel.all_reduce(
+                    chosen, name, op, compression if can_compress else None
+                )
                 for index, array in zip(indices, reduced):
                     results[index] = array
         return results
@@ -241,7 +240,18 @@ class NamedCollectives:
             communicator = channel.communicator
             description = _describe_rows("all_to_all", name, array)
             call = communicator.begin_call("all_to_all", description)
-            return communicator.network.group(call).all_to_all(call, parts)
+            group = communicator.group(call)
+            counts = group.all_gather(call, np.array(splits, np.int64))
+            received = counts[:, self.rank].copy()
+            result = np.empty((int(received.sum()), *array.shape[1:]), array.dtype)
+            slots = np.split(result, np.cumsum(received)[:-1])
+            group.exchange(
+                call._replace(bucket=1),
+                list(map(bytes_of, parts)),
+                list(map(bytes_of, slots)),
+                int(counts.max()) * array.itemsize * math.prod(array.shape[1:]),
+            )
+            return result, received
 
     def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """Gathers byte strings of any length on every rank, in rank order."""
@@ -331,10 +341,6 @@ def _take_part(named: NamedCollectives, announcement: Announcement) -> None:
         named.barrier(name)
 
 
-def _can_compress(dtype: np.dtype[Any], op: ReduceOp) -> bool:
-    return dtype == np.float32 and op in (ReduceOp.SUM, ReduceOp.AVERAGE)
-
-
 def _describe_rows(kind: str, name: str, array: Array) -> str:
     """Describes an array whose number of rows may differ between ranks."""
     shape = ", ".join(["?", *map(str, array.shape[1:])])
@@ -365,7 +371,10 @@ def _rows(array: Array, kind: str) -> Array:
 
 def describe_arrays(arrays: Sequence[Array]) -> list[tuple[str, tuple[int, ...]]]:
     """Returns dtypes and shapes of arrays, in types that JSON supports."""
-    return [(_name_of(array.dtype), array.shape) for array in arrays]
+    # numpy's code, which any dtype has but those of ml_dtypes
+    dtypes = [array.dtype for array in arrays]
+    names = [each.name if hasattr(ml_dtypes, each.name) else each.str for each in dtypes]
+    return [(name, array.shape) for name, array in zip(names, arrays)]
 
 
 def neutral_arrays(
@@ -393,8 +402,3 @@ def neutral_value(dtype: np.dtype[Any], op: ReduceOp) -> Any:
         limits = np.iinfo(dtype)
         return limits.max if op is ReduceOp.MIN else limits.min
     return np.inf if op is ReduceOp.MIN else -np.inf
-
-
-def _name_of(dtype: np.dtype[Any]) -> str:
-    """Returns the name of a dtype of ml_dtypes, or numpy's code, which any other dtype has."""
-    return dtype.name if hasattr(ml_dtypes, dtype.name) else dtype.str

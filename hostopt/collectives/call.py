@@ -75,8 +75,7 @@ class Channel:
     def begin_call(self, kind: str, name: str = "", array: Array | None = None) -> CollectiveCall:
         """Numbers, signs and begins the next call, which must be executed exactly once.
 
-        Args:
-          array: array with the dtype and shape that must be the same on all ranks.
+        The dtype and shape of `array` must be the same on all ranks.
         """
         call = self.signed_call(kind, name, array)
         self.begin(call)

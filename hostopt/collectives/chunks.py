@@ -6,14 +6,13 @@ import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
-from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.wire_format import WireFormat
 
 
 def has_chunks(communicator: Communicator) -> bool:
     """Returns True if the network carries a chunk for each rank, or for each host."""
     hosts = communicator.hosts
-    return communicator.network.world is None and (hosts is None or hosts.are_even)
+    return communicator.world is None and (hosts is None or hosts.are_even)
 
 
 def reduce_scatter(
@@ -28,11 +27,7 @@ def reduce_scatter(
     `Communicator.all_reduce_in_place` would give it.
     """
     communicator.begin(call)
-    hierarchical = communicator.hierarchical(flat, call)
-    if hierarchical is not None:
-        hierarchical.reduce_scatter(flat, call, wire_format)
-    else:
-        RingGroup(communicator.transport, (), wire_format).reduce_scatter_in_place(call, flat)
+    communicator.hierarchical(flat, call).reduce_scatter(flat, call, wire_format)
 
 
 def all_gather(communicator: Communicator, flat: Array, name: str = "") -> None:
@@ -44,8 +39,4 @@ def all_gather(communicator: Communicator, flat: Array, name: str = "") -> None:
             part[:] = np.frombuffer(data, np.uint8)
         return
     call = communicator.begin_call("all_gather_in_place", name, flat)
-    hierarchical = communicator.hierarchical(flat, call)
-    if hierarchical is not None:
-        hierarchical.all_gather(flat, call)
-    else:
-        RingGroup(communicator.transport).all_gather_in_place(call, flat)
+    communicator.hierarchical(flat, call).all_gather(flat, call)

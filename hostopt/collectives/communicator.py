@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import numpy as np
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.collectives import recursive_doubling
 from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.host_memory import HierarchicalAllReduce, HostMemory
 from hostopt.collectives.hosts import Hosts
 from hostopt.collectives.messages import CallMessages
+from hostopt.collectives.mpi.group import MpiGroup
 from hostopt.collectives.mpi.world import World
-from hostopt.collectives.network import Network
+from hostopt.collectives.pairs import partners
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.collectives.ring import RingGroup
-from hostopt.collectives.scalar_sum import ScalarSum, new_scalar_sum
+from hostopt.collectives.scalar_sum import ScalarSum
 from hostopt.collectives.shared_memory import TensorListView
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import CollectiveMismatchError, ConfigError
@@ -55,18 +56,25 @@ class Communicator(Channel):
         world: World | None = None,
     ) -> None:
         super().__init__(transport, channel, name)
-        self.network = Network(transport, world)
+        self.world = world
+        self._new_group: Callable[..., RingGroup | MpiGroup] | None = None
+        self._group: RingGroup | MpiGroup  # without a wire format
         self.hosts = hosts
         self.memory: HostMemory | None = None
-        if hosts is not None:
-            opening = transport.open_channel(f"the shared memory of channel {channel}")
-            self.memory = HostMemory(Channel(transport, opening, name), hosts)
+        each_alone = Hosts(tuple((rank,) for rank in range(transport.size)))
+        self._on_network = HierarchicalAllReduce(each_alone, None, transport)
+        self._opening: Channel | None = None  # of shared memory, or communicators of MPI
+        if hosts is not None or world is not None:
+            number = transport.open_channel(f"what channel {channel} opens")
+            self._opening = Channel(transport, number, name)
+        if hosts is not None and self._opening is not None:
+            self.memory = HostMemory(self._opening, hosts)
 
     def refuse(self, reason: str) -> None:
         """See `Channel.refuse`."""
         super().refuse(reason)
-        if self.memory is not None:  # the others may be opening it
-            self.memory.refuse(reason)
+        if self._opening is not None:  # the next call that opens something is refused
+            self._opening.refuse(reason)
 
     @property
     def on_one_host(self) -> bool:
@@ -91,13 +99,13 @@ class Communicator(Channel):
         """
         path = f"{self.name}: {name}" if self.name else name
         number = self.transport.open_channel(path)
-        return Communicator(self.transport, number, name, self.hosts, self.network.world)
+        return Communicator(self.transport, number, name, self.hosts, self.world)
 
     def open_scalar_sum(self, name: str) -> ScalarSum:
         """Opens a non-blocking sum of two float32 scalars. Collective: all ranks must call it."""
         channel = self.duplicate(name)
         shared_memory = None if channel.memory is None else channel.memory.channel_of_all()
-        return new_scalar_sum(channel, None if shared_memory is None else shared_memory.counters)
+        return ScalarSum(channel, None if shared_memory is None else shared_memory.counters)
 
     def all_reduce(self, array: Any, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Array:
         """Reduces an array over the ranks. Every rank gets the same bits.
@@ -128,41 +136,54 @@ class Communicator(Channel):
         wire_format: WireFormat | None = None,
         source: TensorListView | None = None,
     ) -> None:
-        """Reduces a flat array over the ranks, in place.
-
-        Collective: all ranks must call it.
+        """Reduces a flat array over the ranks, in place. Collective: all ranks must call it.
 
         Args:
           flat: contiguous array of shape [n], one of `DTYPES`. It is overwritten with the result.
           call: the collective call, from `next_call`. It is signed here unless it has a signature.
-          wire_format: format of the values on the wire, for a SUM of float32; None sends them
-            unchanged.
+          wire_format: format of the values on the wire, for a SUM or an AVERAGE of float32; None
+            sends them unchanged.
           source: values of this rank; by default those in `flat`.
         """
         check_dtype(flat.dtype, op)
-        if wire_format is not None and (op is not ReduceOp.SUM or flat.dtype != np.float32):
+        if wire_format is not None and (op.ufunc is not np.add or flat.dtype != np.float32):
             raise ConfigError(
                 f"{op.name} of {flat.dtype.name} cannot be sent as {wire_format.name}. Only a SUM "
-                "of float32 can be"
+                "or an AVERAGE of float32 can be"
             )
         if call.signature is UNSIGNED:
             call = _signed(call, op, flat, wire_format)
         self.begin(call)
-        hierarchical = self.hierarchical(flat, call)
-        if hierarchical is not None:
-            hierarchical.all_reduce(flat, op.ufunc, call, wire_format, source)
+        if self.world is None:
+            self.hierarchical(flat, call).all_reduce(flat, op.ufunc, call, wire_format, source)
         else:
             if source is not None:
                 source.copy_to(flat)
-            self.network.group(call, wire_format).all_reduce(call, flat, op.ufunc)
+            self.group(call, wire_format).all_reduce(call, flat, op.ufunc)
         if op is ReduceOp.AVERAGE:
             np.divide(flat, flat.dtype.type(self.size), out=flat)
 
-    def hierarchical(self, flat: Array, call: CollectiveCall) -> HierarchicalAllReduce | None:
-        """Returns what reduces an array in two levels, or None; see `HostMemory.hierarchical`."""
-        if self.memory is None:
-            return None
-        return self.memory.hierarchical(flat.nbytes, call.signature.text)
+    def group(
+        self, call: CollectiveCall, wire_format: WireFormat | None = None
+    ) -> RingGroup | MpiGroup:
+        """Returns all ranks as a group, over MPI or on the ring. All ranks must call it."""
+        if self._new_group is None:
+            self._new_group = RingGroup
+            if self.world is not None and self._opening is not None:
+                opened = self.world.open(self._opening, call)
+                if opened is not None:
+                    self._new_group = functools.partial(MpiGroup, communicators=opened)
+            self._group = self._new_group(self.transport)
+        if wire_format is None:
+            return self._group
+        return self._new_group(self.transport, wire_format=wire_format)
+
+    def hierarchical(self, flat: Array, call: CollectiveCall) -> HierarchicalAllReduce:
+        """Returns what reduces an array without MPI. Collective, as it opens shared memory."""
+        hierarchical = None
+        if self.memory is not None:
+            hierarchical = self.memory.hierarchical(flat.nbytes, call.signature.text)
+        return hierarchical or self._on_network
 
     def reduce_scatter(self, array: Any, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Array:
         """Reduces an array over the ranks. Rank r gets chunk r of the flattened result.
@@ -183,7 +204,7 @@ class Communicator(Channel):
         array = _copy(array)
         check_dtype(array.dtype, op)
         call = self.begin_call(f"reduce_scatter({op.value})", name, array)
-        chunk = self.network.group(call).reduce_scatter(call, array.reshape(-1), op.ufunc)
+        chunk = self.group(call).reduce_scatter(call, array.reshape(-1), op.ufunc)
         if op is ReduceOp.AVERAGE:
             chunk /= chunk.dtype.type(self.size)
         return chunk
@@ -202,7 +223,7 @@ class Communicator(Channel):
         """
         array = _copy(array)
         call = self.begin_call("all_gather", name, array)
-        return self.network.group(call).all_gather(call, array)
+        return self.group(call).all_gather(call, array)
 
     def broadcast(self, array: Any, root: int = 0, name: str = "") -> Array:
         """Sends the array of one rank to all ranks.
@@ -224,7 +245,7 @@ class Communicator(Channel):
             raise ConfigError(f"broadcast root is {root}, wanted a rank from 0 to {self.size - 1}")
         result = _copy(array)
         call = self.begin_call(f"broadcast from rank {root}", name, result)
-        self.network.group(call).broadcast(call, result.reshape(-1), root)
+        self.group(call).broadcast(call, result.reshape(-1), root)
         return result
 
     @overload
@@ -259,19 +280,16 @@ class Communicator(Channel):
         if shared_memory is not None:
             gathered = shared_memory.all_gather_bytes(view, call)
         else:
-            gathered = self.network.group(call).all_gather_bytes(call, view)
+            gathered = self.group(call).all_gather_bytes(call, view)
         if isinstance(data, bytes):
             gathered = [bytes(each) for each in gathered]
             gathered[self.rank] = data
         return gathered
 
     def gather_bytes(self, data: bytes, name: str = "") -> list[bytes]:
-        """Gathers byte strings, whose lengths may differ, on rank 0.
+        """Gathers byte strings of any length on rank 0. Collective: all ranks must call it.
 
-        Collective: all ranks must call it.
-
-        Returns:
-          The bytes of each rank, in rank order, on rank 0; an empty list on other ranks.
+        Returns the bytes of each rank, in rank order, on rank 0; an empty list on other ranks.
         """
         call = self.begin_call("gather_bytes", name)
         lengths = RingGroup(self.transport).all_gather(call, np.array(len(data), np.int64))
@@ -287,12 +305,9 @@ class Communicator(Channel):
         return gathered
 
     def scatter_bytes(self, data: Sequence[bytes], name: str = "") -> bytes:
-        """Sends a different byte string from rank 0 to each rank.
+        """Sends a byte string from rank 0 to each rank. Collective: all ranks must call it.
 
-        Collective: all ranks must call it.
-
-        Args:
-          data: on rank 0, the bytes for each rank, in rank order; ignored on other ranks.
+        `data` has the bytes for each rank, in rank order, on rank 0; it is ignored on others.
         """
         is_root = self.rank == 0
         lengths = np.array([len(each) for each in data] if is_root else [0] * self.size, np.int64)
@@ -443,5 +458,5 @@ def _receivers(rank: int, size: int, hosts: Hosts | None) -> set[int]:
 def _receivers_in(members: Sequence[int], rank: int) -> set[int]:
     """Returns the next rank on the ring, and the partners of recursive doubling."""
     index, size = members.index(rank), len(members)
-    positions = [(index + 1) % size, *recursive_doubling.partners(index, size)]
+    positions = [(index + 1) % size, *partners(index, size)]
     return {members[position] for position in positions}

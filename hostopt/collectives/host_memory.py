@@ -12,14 +12,12 @@ import numpy as np
 from hostopt.collectives import shared_file
 from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.hosts import Hosts, group_by_host
-from hostopt.collectives.ring import RingGroup, ring_all_gather_bytes
-from hostopt.collectives.shared_file import SharedFile
+from hostopt.collectives.ring import RingGroup, all_gather_texts
 from hostopt.collectives.shared_memory import SharedMemoryChannel, TensorListView, channel_bytes
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
 from hostopt.process import descriptors
 from hostopt.transport.base import Transport
-from hostopt.transport.message import signature_of
 
 _log = logging.getLogger(__name__)
 
@@ -129,10 +127,7 @@ class HostMemory:
         """
         block_bytes = SMALL_BLOCK_BYTES if nbytes <= SMALL_BLOCK_BYTES else BLOCK_BYTES
         if block_bytes not in self._hierarchical:
-            opened = open_hierarchical(
-                self._channel, self._hosts, block_bytes, name, self.is_declined
-            )
-            self._hierarchical[block_bytes] = opened
+            self._hierarchical[block_bytes] = self._open(block_bytes, name)
         return self._hierarchical[block_bytes]
 
     def channel_of_all(self, nbytes: int = 0, name: str = "") -> SharedMemoryChannel | None:
@@ -142,30 +137,68 @@ class HostMemory:
         hierarchical = self.hierarchical(nbytes, name)
         return None if hierarchical is None else hierarchical.shared_memory
 
-    def refuse(self, reason: str) -> None:
-        """See `Channel.refuse`: the next call that opens memory is refused."""
-        self._channel.refuse(reason)
-
     def allocate(self, nbytes: int) -> memoryview | None:
         """Allocates zeros that each host's ranks share. Collective: all ranks must call it."""
-        memory, problem = share_memory(self._channel, self._hosts, nbytes)
+        memory, problem = self._share(nbytes)
         if problem and self._channel.rank == 0:
             _log.warning("%s: no memory to share: %s", self._channel.name, problem)
         return memory
 
+    def _open(self, block_bytes: int, name: str) -> HierarchicalAllReduce | None:
+        channel, members = self._channel, self._hosts.members(self._channel.rank)
+        memory, problem = self._share(channel_bytes(len(members), block_bytes), name)
+        if problem:
+            _report(channel, problem)
+            return None
+        shared_memory = None
+        if memory is not None:
+            shared_memory = SharedMemoryChannel(memory, members, block_bytes, channel.transport)
+        return HierarchicalAllReduce(self._hosts, shared_memory, channel.transport)
+
+    def _share(self, nbytes: int, name: str = "") -> tuple[memoryview | None, str]:
+        """Shares new memory among the ranks of each host. Collective: all ranks must call it.
+
+        Returns the memory, filled with zeros, or None if this rank is alone on its host or any
+        rank failed; and the failures with their ranks, or "".
+        """
+        channel, is_declined = self._channel, self.is_declined
+        members = self._hosts.members(channel.rank)
+        is_leader = channel.rank == members[0]
+        call = name or f"share_memory of {channel.name or 'a channel'}"
+        memory: mmap.mmap | None = None
+        path, problem = "", _DECLINED if is_declined else ""
+        with contextlib.ExitStack() as stack:
+            if is_leader and len(members) > 1 and not is_declined:
+                try:
+                    # it has a name until all ranks have mapped it
+                    path, memory = stack.enter_context(shared_file.create(nbytes))
+                except OSError as error:
+                    descriptors.check(error)
+                    problem = f"{shared_file.DIRECTORY} has no {nbytes} bytes free: {error}"
+            # The first gather tells the others the path. After the second one all have mapped the
+            # file, so that the leader may unlink it.
+            path = all_gather_texts(channel, path, call)[members[0]]
+            if not is_leader and path and not is_declined:
+                try:
+                    memory = shared_file.attach(path, nbytes)
+                except (OSError, ValueError) as error:
+                    descriptors.check(error)
+                    problem = f"{path} cannot be mapped: {error}"
+            problems = all_gather_texts(channel, problem, call)
+        describe = channel.transport.cluster.describe
+        text = "; ".join(f"{describe(rank)}: {each}" for rank, each in enumerate(problems) if each)
+        return (None if text or memory is None else memoryview(memory)), text
+
 
 def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
-    """Groups the ranks by host, as the option `communication` requires.
+    """Groups the ranks by host. Collective: all ranks must call it.
 
-    Collective: all ranks must call it.
-
-    Returns:
-      The hosts; None unless the option is "auto" or "shm", or if no two ranks share a host.
+    Returns None unless `communication` is "auto" or "shm", or if no two ranks share a host.
     """
     communication = channel.transport.options.communication
     if communication not in ("auto", "shm") or channel.size == 1:
         return None
-    hosts = group_by_host(_all_gather_texts(channel, host_id, "find_hosts of the ranks"))
+    hosts = group_by_host(all_gather_texts(channel, host_id, "find_hosts of the ranks"))
     if communication == "shm" and not hosts.is_single:
         raise ConfigError(
             f"communication is 'shm', but the ranks that share memory are {list(hosts.groups)}: "
@@ -173,65 +206,6 @@ def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
             "x86-64 Linux. Use 'auto', which uses shared memory within each host"
         )
     return hosts if len(hosts.groups) < channel.size else None
-
-
-def open_hierarchical(
-    channel: Channel, hosts: Hosts, block_bytes: int, name: str = "", is_declined: bool = False
-) -> HierarchicalAllReduce | None:
-    """Opens a two-level all-reduce. Collective: all ranks must call it.
-
-    Returns:
-      The all-reduce; None if a rank declines, or if a host cannot share memory and the option
-      `communication` is "auto".
-    """
-    members = hosts.members(channel.rank)
-    nbytes = channel_bytes(len(members), block_bytes)
-    memory, problem = share_memory(channel, hosts, nbytes, name, is_declined)
-    if problem:
-        _report(channel, problem)
-        return None
-    shared_memory = None
-    if memory is not None:
-        shared_memory = SharedMemoryChannel(memory, members, block_bytes, channel.transport)
-    return HierarchicalAllReduce(hosts, shared_memory, channel.transport)
-
-
-def share_memory(
-    channel: Channel, hosts: Hosts, nbytes: int, name: str = "", is_declined: bool = False
-) -> tuple[memoryview | None, str]:
-    """Shares new memory among the ranks of each host. Collective: all ranks must call it.
-
-    Returns:
-      The memory, filled with zeros, or None if this rank is alone on its host or any rank failed;
-      and the failures with their ranks, or "".
-    """
-    members = hosts.members(channel.rank)
-    is_leader = channel.rank == members[0]
-    call = name or f"share_memory of {channel.name or 'a channel'}"
-    memory: mmap.mmap | None = None
-    path, problem = "", _DECLINED if is_declined else ""
-    with contextlib.ExitStack() as stack:
-        if is_leader and len(members) > 1 and not is_declined:
-            try:
-                file = SharedFile(nbytes)
-                stack.callback(file.unlink)  # after all ranks have mapped it
-                path, memory = file.path, file.memory
-            except OSError as error:
-                descriptors.check(error)
-                problem = f"{shared_file.DIRECTORY} has no {nbytes} bytes free: {error}"
-        # The first gather tells the others the path. After the second one all have mapped the
-        # file, so that the leader may unlink it.
-        path = _all_gather_texts(channel, path, call)[members[0]]
-        if not is_leader and path and not is_declined:
-            try:
-                memory = shared_file.attach(path, nbytes)
-            except (OSError, ValueError) as error:
-                descriptors.check(error)
-                problem = f"{path} cannot be mapped: {error}"
-        problems = _all_gather_texts(channel, problem, call)
-    describe = channel.transport.cluster.describe
-    text = "; ".join(f"{describe(rank)}: {each}" for rank, each in enumerate(problems) if each)
-    return (None if text or memory is None else memoryview(memory)), text
 
 
 def _report(channel: Channel, problem: str) -> None:
@@ -246,11 +220,3 @@ def _report(channel: Channel, problem: str) -> None:
         _log.warning(
             "memory cannot be shared, reducing over the network instead: %s. %s", problem, advice
         )
-
-
-def _all_gather_texts(channel: Channel, text: str, name: str) -> list[str]:
-    """Gathers the text of each rank over the ring, in rank order; errors name the call `name`."""
-    call = channel.next_call(name)._replace(signature=signature_of(name))
-    channel.begin(call)
-    data = memoryview(text.encode())
-    return [bytes(each).decode() for each in ring_all_gather_bytes(channel.transport, call, data)]

@@ -54,10 +54,9 @@ class CallMessages:
         phase: str,
         into: Array | None = None,
     ) -> Array:
-        """Receives an array of `size` elements, read-only.
+        """Receives an array of `size` elements, read-only or in the contiguous array `into`.
 
-        `into` is a contiguous array that may receive them, which saves a copy; then it is the
-        result. A message of another length aborts the ring.
+        A message of another length aborts the ring.
         """
         offered = None if into is None else into.view(np.uint8).data
         payload = await self.receive(peer, tag, phase, offered)
@@ -74,9 +73,11 @@ class CallMessages:
             )
             transport.abort(error)
             raise error
-        if into is not None and payload is offered:
-            return into
-        return np.frombuffer(payload, dtype=dtype)
+        if into is None:
+            return np.frombuffer(payload, dtype=dtype)
+        if payload is not offered:
+            into[:] = np.frombuffer(payload, dtype=dtype)
+        return into
 
     async def send_segments(self, peer: int, flat: Array) -> None:
         """Sends an array of shape [n] to a rank that calls `receive_segments`."""
@@ -87,11 +88,7 @@ class CallMessages:
         """Receives an array of shape [n], in place, from a rank that calls `send_segments`."""
         for segment, part in segments(flat, self._transport.options.segment_bytes):
             tag = self._call.tag(0, 0, segment)
-            received = await self.receive_array(
-                peer, tag, part.size, flat.dtype, "send", into=part
-            )
-            if received is not part:
-                part[:] = received
+            await self.receive_array(peer, tag, part.size, flat.dtype, "send", into=part)
 
     def _trace(self, track: Track, tag: Tag, begin_s: float, nbytes: int) -> None:
         timeline = self._transport.timeline

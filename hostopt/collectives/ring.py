@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import itertools
 import struct
-from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any, Callable
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hostopt.collectives import halving, recursive_doubling
-from hostopt.collectives.call import Array, CollectiveCall
-from hostopt.collectives.halving import Halving
+from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.messages import CallMessages
+from hostopt.collectives.pairs import MEDIUM_BYTES, SMALL_BYTES, Pairs
 from hostopt.collectives.ring_schedule import (
     SEGMENTS_AHEAD,
     Round,
@@ -30,11 +29,11 @@ from hostopt.collectives.ring_schedule import (
     reduce_scatter_rounds,
     segments,
 )
-from hostopt.collectives.streams import Stripe, run_on_streams
+from hostopt.collectives.streams import ONE_STREAM, Stripe, run_on_streams
 from hostopt.collectives.wire_format import WireFormat, no_compression
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
-from hostopt.transport.message import Payload
+from hostopt.transport.message import Payload, signature_of
 
 _LENGTH = struct.Struct("<Q")  # length of a string, at the start of its first message
 
@@ -66,36 +65,32 @@ class RingGroup:
 
     def all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> None:
         """Reduces a flat buffer, in place."""
-        event_loop.run(self._all_reduce(call, flat, op))
+        event_loop.run(self._run(call, flat, all_reduce_rounds(self._index, self._size), op))
 
     def start_all_reduce(
         self, call: CollectiveCall, flat: Array
     ) -> concurrent.futures.Future[None]:
-        """Starts to sum a flat buffer, in place, and returns immediately.
-
-        Args:
-          flat: contiguous array of shape [n], any numeric dtype. It must not be accessed until the
-            future is done.
-        """
-        return event_loop.start(self._all_reduce(call, flat, np.add))
+        """Starts to sum a flat buffer, in place. Do not access it until the future is done."""
+        return event_loop.start(self._run(call, flat, all_reduce_rounds(self._index, self._size)))
 
     def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
         """Reduces a flat buffer, which is overwritten; returns a copy of this rank's chunk."""
-        event_loop.run(self._reduce_scatter(call, flat, op))
-        chunk: Array = flat[chunk_slices(flat.size, self._size)[self._index]].copy()
-        return chunk
+        return self.reduce_scatter_in_place(call, flat, op).copy()
 
-    def reduce_scatter_in_place(self, call: CollectiveCall, flat: Array) -> None:
-        """Sums a flat buffer; this rank gets its chunk of `chunk_slices`.
+    def reduce_scatter_in_place(
+        self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add
+    ) -> Array:
+        """Reduces a flat buffer; returns this rank's chunk in it, of `chunk_slices`.
 
         The chunk has the bits that `all_reduce` would give it. The others are overwritten.
         """
-        chunk = flat[chunk_slices(flat.size, self._size)[self._index]]
+        chunk: Array = flat[chunk_slices(flat.size, self._size)[self._index]]
         if self._size == 2:  # all_reduce would send the values, rounded
             self._round(chunk)
-        event_loop.run(self._reduce_scatter(call, flat, np.add))
+        event_loop.run(self._run(call, flat, reduce_scatter_rounds(self._index, self._size), op))
         if self._size > 2:  # and here the sums
             self._round(chunk)
+        return chunk
 
     def _round(self, flat: Array) -> None:
         """Rounds values as the wire format does, with as little scratch memory."""
@@ -105,13 +100,13 @@ class RingGroup:
 
     def all_gather_in_place(self, call: CollectiveCall, flat: Array) -> None:
         """Fills a flat buffer, of which each member has its chunk of `chunk_slices`."""
-        event_loop.run(self._all_gather(call, flat))
+        event_loop.run(self._run(call, flat, all_gather_rounds(self._index, self._size)))
 
     def all_gather(self, call: CollectiveCall, array: Array) -> Array:
         """Gathers a contiguous array from every rank, as [size, ...] in the order of members."""
         result = np.empty((self._size, *array.shape), array.dtype)
         result[self._index] = array
-        event_loop.run(self._all_gather(call, result.reshape(-1)))
+        self.all_gather_in_place(call, result.reshape(-1))
         return result
 
     def broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
@@ -123,86 +118,29 @@ class RingGroup:
         event_loop.run(self._broadcast(call, flat, self._members.index(root)))
 
     def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
-        """Gathers byte strings over all ranks, not only the members."""
-        return ring_all_gather_bytes(self._transport, call, data)
+        """Gathers byte strings of any length, in the order of members; `data` itself is one."""
+        return event_loop.run(self._all_gather_bytes(call, data))
 
-    def all_to_all(self, call: CollectiveCall, parts: Sequence[Array]) -> tuple[Array, Array]:
+    def exchange(
+        self, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array], most: int
+    ) -> None:
         """Sends part r of each rank to rank r; each pair exchanges its parts directly.
 
         Args:
-          call: the collective call, of bucket 0.
-          parts: contiguous array of shape [n, ...] for each rank. All parts of all ranks have the
-            same dtype and the same shape but for n.
-
-        Returns:
-          The parts that this rank has received, joined in rank order, and the n of each, int64
-          [size].
+          parts: contiguous bytes of shape [n] for each rank.
+          slots: memory for the bytes of each rank.
+          most: length of the longest part of any rank.
         """
-        counts = np.array([len(part) for part in parts], np.int64)
-        received = self.all_gather(call, counts)[:, self._index].copy()
-        own = parts[self._index]
-        result = np.empty((int(received.sum()), *own.shape[1:]), own.dtype)
-        ends = np.cumsum(received)
-        slots = [result[end - count : end] for end, count in zip(ends, received)]
-        slots[self._index][:] = own
-        if self._size > 1:
-            event_loop.run(exchange(self._transport, call._replace(bucket=1), parts, slots))
-        return result, received
-
-    def _halves(self, flat: Array) -> bool:
-        is_power_of_two = self._size > 2 and self._size & (self._size - 1) == 0
-        is_medium = flat.nbytes <= halving.MOST_BYTES
-        return is_power_of_two and is_medium and self._wire_format is None
-
-    async def _all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
-        rounds = all_reduce_rounds(self._index, self._size)
-        await self._reduce(call, flat, op, lambda each: each.all_reduce(flat, op), rounds)
-
-    async def _reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
-        """Reduces this rank's chunk to the bits of `_all_reduce`, but for its wire format."""
-        rounds = reduce_scatter_rounds(self._index, self._size)
-        await self._reduce(call, flat, op, lambda each: each.reduce_scatter(flat, op), rounds)
-
-    async def _all_gather(self, call: CollectiveCall, flat: Array) -> None:
-        if self._halves(flat):
-            await self._run_halving(call, flat, lambda each: each.all_gather(flat))
-        else:
-            await self._run(call, flat, all_gather_rounds(self._index, self._size), np.add)
-
-    async def _reduce(
-        self,
-        call: CollectiveCall,
-        flat: Array,
-        op: np.ufunc,
-        halve: Callable[[Halving], Coroutine[Any, Any, None]],
-        rounds: list[Round],
-    ) -> None:
-        """Reduces a flat buffer by doubling if it is small, else by halving or on the ring."""
-        most_bytes = min(recursive_doubling.MOST_BYTES, self._transport.options.segment_bytes)
-        if self._size > 2 and flat.nbytes <= most_bytes and self._wire_format is None:
-            await recursive_doubling.all_reduce(self._transport, self._members, call, flat, op)
-        elif self._halves(flat):
-            await self._run_halving(call, flat, halve)
-        else:
-            await self._run(call, flat, rounds, op)
-
-    async def _run_halving(
-        self,
-        call: CollectiveCall,
-        flat: Array,
-        work: Callable[[Halving], Coroutine[Any, Any, None]],
-    ) -> None:
-        await run_on_streams(
-            self._transport,
-            flat.size // self._size,
-            flat.itemsize,
-            lambda stripe: work(Halving(self._transport, self._members, call, stripe)),
-        )
+        del most
+        slots[self._index][:] = parts[self._index]
+        event_loop.run(self._exchange(call, parts, slots))
 
     async def _run(
-        self, call: CollectiveCall, flat: Array, rounds: list[Round], op: np.ufunc
+        self, call: CollectiveCall, flat: Array, rounds: list[Round], op: np.ufunc = np.add
     ) -> None:
         """Executes a schedule on the chunks of a flat buffer, in place.
+
+        A small buffer is reduced by doubling, and a medium one by halving, as that is faster.
 
         With a wire format, sent values are rounded, and reduction is in float32. The last values
         that a rank encodes are the ones that all ranks keep: it stores the rounded values itself,
@@ -210,13 +148,27 @@ class RingGroup:
         """
         if not rounds:
             return
-        count = 1 if rounds[0].send == rounds[0].recv else self._size
+        transport, size, wire = self._transport, self._size, self._wire_format
+        if size > 2 and wire is None:
+            pairs = functools.partial(Pairs, transport, self._members, call)
+            small_bytes = min(SMALL_BYTES, transport.options.segment_bytes)
+            if rounds[0].reduce and flat.nbytes <= small_bytes:
+                await pairs(ONE_STREAM).double(flat, op)
+                return
+            if size & (size - 1) == 0 and flat.nbytes <= MEDIUM_BYTES:
+                await run_on_streams(
+                    transport,
+                    flat.size // size,
+                    flat.itemsize,
+                    lambda stripe: pairs(stripe).halve(flat, op, rounds),
+                )
+                return
+        count = 1 if rounds[0].send == rounds[0].recv else size
         chunks = [flat[each] for each in chunk_slices(flat.size, count)]
-        wire = self._wire_format or no_compression(flat.dtype)
         await run_on_streams(
-            self._transport,
+            transport,
             chunks[0].size,
-            wire.dtype.itemsize,
+            (wire or no_compression(flat.dtype)).dtype.itemsize,
             lambda stripe: self._run_stripe(call, chunks, rounds, op, stripe),
         )
 
@@ -258,7 +210,7 @@ class RingGroup:
                 )
                 if round_.reduce:
                     wire.reduce(part, encoded, op)
-                elif encoded is not part:
+                elif into is None:
                     wire.decode(encoded, part)
                 if index < last and (part.size or forwards_empty):
                     # Forward in the next round: sums are encoded again, copies are not.
@@ -275,11 +227,9 @@ class RingGroup:
         for segment, part in segments(flat, self._transport.options.segment_bytes):
             tag = call.tag(0, 0, segment)
             if self._index != root:
-                received = await messages.receive_array(
+                await messages.receive_array(
                     self._previous, tag, part.size, flat.dtype, "broadcast", into=part
                 )
-                if received is not part:
-                    part[:] = received
             if next_ != root:
                 await messages.send_array(self._next, tag, part, "broadcast")
         if self._size == 1:
@@ -290,6 +240,47 @@ class RingGroup:
         if next_ != last:
             await messages.send(self._next, tag, b"", "acknowledgement")
 
+    async def _exchange(
+        self, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array]
+    ) -> None:
+        messages = CallMessages(self._transport, call)
+        # rank r begins with rank r + 1, so that no rank receives from all others at once
+        for offset in range(1, self._size):
+            to, from_ = ((self._index + each) % self._size for each in (offset, -offset))
+            await asyncio.gather(
+                messages.send_segments(self._members[to], parts[to]),
+                messages.receive_segments(self._members[from_], slots[from_]),
+            )
+
+    async def _all_gather_bytes(
+        self, call: CollectiveCall, data: memoryview
+    ) -> list[bytes | memoryview]:
+        messages = CallMessages(self._transport, call)
+        gathered: list[bytes | memoryview] = [data] * self._size
+        if self._size > 1:
+            most_bytes = self._transport.options.segment_bytes
+            for segment, part in enumerate(_byte_segments(data, most_bytes)):
+                tag = call.tag(0, self._index, segment)
+                await messages.send(self._next, tag, part, "all-gather")
+        for round_ in range(self._size - 1):
+            origin = (self._index - 1 - round_) % self._size
+            parts: list[memoryview] = []
+            missing, segment = 1, 0  # the first message contains the real length
+            while missing > 0:
+                tag = call.tag(round_, origin, segment)
+                part = await messages.receive(self._previous, tag, "all-gather")
+                if round_ + 2 < self._size:
+                    tag = tag._replace(round=round_ + 1)
+                    await messages.send(self._next, tag, part, "all-gather")
+                if segment == 0:
+                    (missing,) = _LENGTH.unpack_from(part)
+                    part = part[_LENGTH.size :]
+                parts.append(part)
+                missing -= len(part)
+                segment += 1
+            gathered[origin] = _joined(parts)
+        return gathered
+
 
 def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:
     """Encodes values for the wire; with `keep`, also replaces them with the decoded values."""
@@ -297,61 +288,6 @@ def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:
     if keep and encoded is not part:
         wire.decode(encoded, part)
     return encoded
-
-
-async def exchange(
-    transport: Transport, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array]
-) -> None:
-    """Sends a part to each other rank, and receives one from each into `slots`."""
-    messages = CallMessages(transport, call)
-    rank, size = transport.rank, transport.size
-    # rank r begins with rank r + 1, so that no rank receives from all others at once
-    for offset in range(1, size):
-        to, from_ = (rank + offset) % size, (rank - offset) % size
-        await asyncio.gather(
-            messages.send_segments(to, parts[to].reshape(-1)),
-            messages.receive_segments(from_, slots[from_].reshape(-1)),
-        )
-
-
-def ring_all_gather_bytes(
-    transport: Transport, call: CollectiveCall, data: memoryview
-) -> list[bytes | memoryview]:
-    """Gathers byte strings on every rank, over the ring. Collective: all ranks must call it.
-
-    Returns:
-      The bytes of each rank, in rank order; `data` itself for this rank.
-    """
-    return event_loop.run(_ring_all_gather_bytes(transport, call, data))
-
-
-async def _ring_all_gather_bytes(
-    transport: Transport, call: CollectiveCall, data: memoryview
-) -> list[bytes | memoryview]:
-    messages = CallMessages(transport, call)
-    rank, size = transport.rank, transport.size
-    next_, previous = (rank + 1) % size, (rank - 1) % size
-    gathered: list[bytes | memoryview] = [data] * size
-    if size > 1:
-        for segment, part in enumerate(_byte_segments(data, transport.options.segment_bytes)):
-            await messages.send(next_, call.tag(0, rank, segment), part, "all-gather")
-    for round_ in range(size - 1):
-        origin = (previous - round_) % size
-        parts: list[memoryview] = []
-        missing, segment = 1, 0  # the first message contains the real length
-        while missing > 0:
-            tag = call.tag(round_, origin, segment)
-            part = await messages.receive(previous, tag, "all-gather")
-            if round_ + 2 < size:
-                await messages.send(next_, tag._replace(round=round_ + 1), part, "all-gather")
-            if segment == 0:
-                (missing,) = _LENGTH.unpack_from(part)
-                part = part[_LENGTH.size :]
-            parts.append(part)
-            missing -= len(part)
-            segment += 1
-        gathered[origin] = _joined(parts)
-    return gathered
 
 
 def _byte_segments(data: memoryview, segment_bytes: int) -> Iterator[Payload]:
@@ -365,3 +301,11 @@ def _joined(parts: list[memoryview]) -> bytes | memoryview:
     if len(parts) == 1:
         return bytes(parts[0])
     return np.concatenate([np.frombuffer(part, np.uint8) for part in parts]).data.toreadonly()
+
+
+def all_gather_texts(channel: Channel, text: str, name: str) -> list[str]:
+    """Gathers the text of each rank over the ring, in rank order; errors name the call `name`."""
+    call = channel.next_call(name)._replace(signature=signature_of(name))
+    channel.begin(call)
+    gathered = RingGroup(channel.transport).all_gather_bytes(call, memoryview(text.encode()))
+    return [bytes(each).decode() for each in gathered]

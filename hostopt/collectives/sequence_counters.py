@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 from hostopt.collectives.call import CollectiveCall
 from hostopt.errors import HostOptError
@@ -34,7 +33,7 @@ _FINITE = 8
 # Number of polls, about 2 ms, before the thread sleeps between polls. A sleeping rank wakes up
 # late, and then the others wait for it.
 _SPINS = 40_000
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
+_LONGEST_SLEEP_S = 1e-3
 _spinning = threading.Lock()  # a spinning thread holds the interpreter lock: allow only one
 
 
@@ -58,23 +57,30 @@ class SequenceCounters:
         self._spins = _SPINS if len(members) <= len(os.sched_getaffinity(0)) else 1
         self._barriers = 0
         self._calls = 0
+        self._is_unchecked = False  # the signature of the last call
 
     def barrier(self, call: CollectiveCall, round_: int) -> None:
-        """Waits until all ranks of this host have reached barrier `round_` of the call."""
+        """Waits until all ranks of this host have reached barrier `round_` of the call.
+
+        The first one after `begin_call` raises CollectiveMismatchError if the calls differ.
+        """
         self._barriers += 1
         self._words[self._line + _BARRIER] = self._barriers
         for line, rank in self._peers:
             self._wait(line + _BARRIER, self._barriers, rank, call, round_)
+        if self._is_unchecked:
+            self._is_unchecked = False
+            self._check_signature(call)
 
     def begin_call(self, call: CollectiveCall, nbytes: int) -> None:
         """Publishes the signature of a call of `nbytes`, before its first barrier."""
         tag = call.tag()
         self._transport.recorder.record("in memory", -1, call.name, tag, nbytes)
         self._calls += 1
+        self._is_unchecked = True
         self._words[self._line + _SIGNATURE + self._calls % 2] = tag.signature
 
-    def check_signature(self, call: CollectiveCall) -> None:
-        """Raises CollectiveMismatchError if the calls differ, after the first barrier."""
+    def _check_signature(self, call: CollectiveCall) -> None:
         position = _SIGNATURE + self._calls % 2
         local = self._words[self._line + position]
         for line, rank in self._peers:
@@ -117,15 +123,14 @@ class SequenceCounters:
         """Waits until a counter of a rank is at least `value`."""
         if self._words[position] >= value or self._spin(position, value):
             return
-        tag = call.tag(round_)
-        pause_s = _SHORTEST_SLEEP_S
         try:
-            name = call.in_phase("exchange in memory")
-            with self._transport.mailbox.waiting(rank, tag, name) as check:
-                while self._words[position] < value:
-                    check()
-                    time.sleep(pause_s)
-                    pause_s = min(1.5 * pause_s, _LONGEST_SLEEP_S)
+            self._transport.mailbox.poll(
+                rank,
+                call.tag(round_),
+                call.in_phase("exchange in memory"),
+                lambda: self._words[position] >= value,
+                _LONGEST_SLEEP_S,
+            )
         except HostOptError as error:
             if self._words[position] >= value:  # the peer left after it had written
                 return

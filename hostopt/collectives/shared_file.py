@@ -13,33 +13,29 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 
 DIRECTORY = "/dev/shm"
 PREFIX = "hostopt-"
 STALE_AFTER_S = 60.0  # a younger file may not be locked yet
 
 
-class SharedFile:
-    """A new file, which is locked and has a name until `unlink`; its memory is reserved."""
+@contextlib.contextmanager
+def create(nbytes: int, directory: str = DIRECTORY) -> Iterator[tuple[str, mmap.mmap]]:
+    """Creates a file, which is locked and has a name in this scope; its memory is reserved.
 
-    def __init__(self, nbytes: int, directory: str = DIRECTORY) -> None:
-        remove_stale(directory)
-        self._fd, self.path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(self._fd, 0, nbytes)  # without it, a write may end in SIGBUS
-            self.memory = _map(self._fd, nbytes)
-        except BaseException:
-            self.unlink()
-            raise
-
-    def unlink(self) -> None:
-        """Removes the name; mapped memory stays valid."""
+    Yields its path and its memory, which stays valid.
+    """
+    remove_stale(directory)
+    fd, path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(fd, 0, nbytes)  # without it, a write may end in SIGBUS
+        yield path, _map(fd, nbytes)
+    finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            os.unlink(path)
+        os.close(fd)
 
 
 def attach(path: str, nbytes: int) -> mmap.mmap:

@@ -46,6 +46,7 @@ The blocks stay in cache. All ranks reduce in the same order and so get the same
 from __future__ import annotations
 
 import bisect
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -87,12 +88,12 @@ class StagingBuffers:
 
     def __init__(self, memory: memoryview, count: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self._memory = memory
-        self._begin = counters_bytes(count)
         self._count = count
         self._slots = _slot_count(count)
         self._slot = 0
-        self._arrays: dict[np.dtype[Any], Array] = {}  # all buffers as one array, by dtype
+        flat = np.frombuffer(memory, np.uint8, offset=counters_bytes(count))
+        self._buffers = flat.reshape(-1, self._slots, block_bytes)
+        self._arrays: dict[np.dtype[Any], Array] = {}  # the buffers, by dtype
 
     def next_slot(self) -> None:
         """Moves on to the next slot."""
@@ -104,10 +105,8 @@ class StagingBuffers:
         The index is that of the rank on this host; the number of ranks for the sums.
         """
         if dtype not in self._arrays:
-            count = (len(self._memory) - self._begin) // dtype.itemsize
-            self._arrays[dtype] = np.frombuffer(self._memory, dtype, count, self._begin)
-        start = (index * self._slots + self._slot) * (self.block_bytes // dtype.itemsize)
-        return self._arrays[dtype][start : start + size]
+            self._arrays[dtype] = self._buffers.view(dtype)
+        return self._arrays[dtype][index, self._slot, :size]
 
     def blocks(self, dtype: np.dtype[Any], size: int) -> list[Array]:
         """Returns the block of the current slot of each rank; see `block`."""
@@ -115,11 +114,7 @@ class StagingBuffers:
 
     def bytes_of_blocks(self) -> list[memoryview]:
         """Returns the bytes of the block of the current slot of each rank."""
-        starts = [
-            self._begin + (index * self._slots + self._slot) * self.block_bytes
-            for index in range(self._count)
-        ]
-        return [self._memory[start : start + self.block_bytes] for start in starts]
+        return [each.data for each in self._buffers[: self._count, self._slot]]
 
 
 class TensorListView:
@@ -164,13 +159,10 @@ class SharedMemoryChannel:
     def all_reduce(
         self, flat: Array, op: np.ufunc, call: CollectiveCall, source: TensorListView | None = None
     ) -> None:
-        """Reduces an array over the ranks of this host, in place.
+        """Reduces a contiguous array of shape [n] over the ranks of this host, in place.
 
-        Collective: all ranks must call it.
-
-        Args:
-          flat: contiguous array of shape [n], the same shape and dtype on all ranks.
-          source: values of this rank, of the same size and dtype; by default those in `flat`.
+        `source` has the values of this rank, of the same size and dtype; by default those in
+        `flat`. Collective: all ranks must call it.
         """
         self.counters.begin_call(call, flat.nbytes)
         if self._count > 2 and source is not None:
@@ -201,8 +193,6 @@ class SharedMemoryChannel:
             staged[self._index][target] = values  # [X1]
         self._staging.next_slot()
         self.counters.barrier(call, number)
-        if number == 0:
-            self.counters.check_signature(call)
         # Both ranks pass the operands in rank order, so that both get the same bits.
         for values, target in source.between(start, start + part.size):
             operands = [values, values]
@@ -218,8 +208,6 @@ class SharedMemoryChannel:
         for chunk in others:
             staged[self._index][chunk] = part[chunk]  # [R1]
         self.counters.barrier(call, 2 * number)
-        if number == 0:
-            self.counters.check_signature(call)
         staged[self._index] = part  # the local chunk was not staged
         op(staged[0][local], staged[1][local], out=sums[local])  # [R2]
         for values in staged[2:]:
@@ -232,9 +220,7 @@ class SharedMemoryChannel:
     def reduce_scatter(
         self, sums: Array, op: np.ufunc, call: CollectiveCall, source: TensorListView
     ) -> bool:
-        """Reduces into memory that all ranks of this host share and read in place.
-
-        Collective: all ranks must call it.
+        """Reduces into memory that all ranks of this host read. Collective: all must call it.
 
         Args:
           sums: array of shape [n] in shared memory, the same memory on all ranks. It is
@@ -263,8 +249,6 @@ class SharedMemoryChannel:
                         target_piece[target] = values  # [S1]
             self._staging.next_slot()
             self.counters.barrier(call, number)
-            if number == 0:
-                self.counters.check_signature(call)
             local = pieces[self._index]
             self._reduce_piece(
                 [buffer[self._index * length :] for buffer in staged], sums, local, op, source
@@ -285,10 +269,7 @@ class SharedMemoryChannel:
                 op(out, operand, out=out)
 
     def broadcast(self, flat: Array, root: int, call: CollectiveCall) -> None:
-        """Sends the values of one rank to all ranks of this host, in place.
-
-        Collective: all ranks must call it.
-        """
+        """Sends the values of one rank to this host, in place. Collective: all must call it."""
         root_index = self._members.index(root)
         length = self._staging.block_bytes // flat.itemsize
         for number, start in enumerate(range(0, max(flat.size, 1), length)):
@@ -303,63 +284,50 @@ class SharedMemoryChannel:
             self.counters.barrier(call, 2 * number + 1)
 
     def barrier(self, call: CollectiveCall, nbytes: int) -> None:
-        """Waits until all ranks of this host have written what the others then read in place.
-
-        Collective: all ranks must call it.
-        """
+        """Waits until all ranks of this host have written. Collective: all must call it."""
         self.counters.begin_call(call, nbytes)
         self.counters.barrier(call, 0)
-        self.counters.check_signature(call)
 
     def all_gather_bytes(self, data: memoryview, call: CollectiveCall) -> list[bytes | memoryview]:
-        """Gathers byte strings, whose lengths may differ, on every rank of this host.
+        """Gathers byte strings of any length on this host. Collective: all must call it.
 
-        Collective: all ranks must call it.
-
-        Returns:
-          The bytes of each rank, in rank order; `data` itself for this rank.
+        Returns the bytes of each rank, in rank order; `data` itself for this rank.
         """
         self.counters.begin_call(call, len(data))
-        room = self._staging.block_bytes - _LENGTH.size
-        blocks = self._staging.bytes_of_blocks()
-        _LENGTH.pack_into(blocks[self._index], 0, len(data))
-        _copy(data[:room], blocks[self._index][_LENGTH.size :])  # [B1]
-        self._staging.next_slot()
-        self.counters.barrier(call, 0)
-        self.counters.check_signature(call)
+        size = self._staging.block_bytes
+        begin, end = 0, size - _LENGTH.size  # of what a block holds
+        blocks = self._share([_LENGTH.pack(len(data)), data[:end]], call, 0)
         lengths = [_LENGTH.unpack_from(block)[0] for block in blocks]
-        firsts = [
-            block[_LENGTH.size : _LENGTH.size + min(length, room)]
-            for block, length in zip(blocks, lengths)
-        ]
-        if max(lengths) <= room:
-            gathered: list[bytes | memoryview] = [bytes(first) for first in firsts]  # [B2]
-        else:
-            # numpy arrays cause fewer page faults than `bytes`
-            results = [np.empty(length, np.uint8).data for length in lengths]
-            for result, first in zip(results, firsts):
-                _copy(first, result)  # [B2]
-            self._gather_rest(data, room, results, call)
-            gathered = [result.toreadonly() for result in results]
+        blocks = [block[_LENGTH.size :] for block in blocks]
+        if max(lengths) <= end:
+            gathered: list[bytes | memoryview] = [
+                bytes(block[:length])
+                for block, length in zip(blocks, lengths)  # [B2]
+            ]
+            gathered[self._index] = data
+            return gathered
+        # numpy arrays cause fewer page faults than `bytes`
+        results = [np.empty(length, np.uint8).data for length in lengths]
+        for number in itertools.count(1):
+            for block, result in zip(blocks, results):
+                piece = result[begin:end]
+                piece[:] = block[: len(piece)]  # [B2]
+            if end >= max(lengths):
+                break
+            begin, end = end, end + size
+            blocks = self._share([data[begin:end]], call, number)
+        gathered = [result.toreadonly() for result in results]
         gathered[self._index] = data
         return gathered
 
-    def _gather_rest(
-        self, data: memoryview, begin: int, results: list[memoryview], call: CollectiveCall
-    ) -> None:
-        """Gathers the bytes after the first block, which ends at `begin`."""
-        size = self._staging.block_bytes
-        for number, start in enumerate(range(begin, max(map(len, results)), size), start=1):
-            blocks = self._staging.bytes_of_blocks()
-            _copy(data[start : start + size], blocks[self._index])  # [B1]
-            self._staging.next_slot()
-            self.counters.barrier(call, number)
-            for index, (block, result) in enumerate(zip(blocks, results)):
-                piece = result[start : start + size]
-                if index != self._index:
-                    _copy(block[: len(piece)], piece)  # [B2]
-
-
-def _copy(values: memoryview, target: memoryview) -> None:
-    """Copies bytes to the beginning of `target`."""
-    target[: len(values)] = values
+    def _share(
+        self, parts: Sequence[bytes | memoryview], call: CollectiveCall, number: int
+    ) -> list[memoryview]:
+        """Writes block `number` of this rank; returns those of all ranks."""
+        blocks, begin = self._staging.bytes_of_blocks(), 0
+        for part in parts:
+            blocks[self._index][begin : begin + len(part)] = part  # [B1]
+            begin += len(part)
+        self._staging.next_slot()
+        self.counters.barrier(call, number)
+        return blocks

@@ -7,6 +7,7 @@ number of streams.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Coroutine, Iterator
 from typing import Any, Callable, NamedTuple
 
@@ -35,6 +36,9 @@ class Stripe(NamedTuple):
         """Returns the segments of a stripe, with numbers that no other stream uses."""
         for index, part in segments(stripe, self.most * stripe.itemsize, at_least_one):
             yield index * self.streams + self.stream, part
+
+
+ONE_STREAM = Stripe(0, 1, sys.maxsize)
 
 
 async def run_on_streams(

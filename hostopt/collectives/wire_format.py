@@ -1,16 +1,15 @@
 """Wire formats: float32 gradients are sent as fp16 or bf16, which halves the bytes.
 
 Sums stay float32. Both formats round to nearest, ties to even. Values that are too large become
-infinities, and NaNs stay NaNs. Conversions work on blocks that stay in the cache, so that they do
-not slow the ring down.
+infinities, and NaNs stay NaNs. Conversions of fp16 work on blocks that stay in the cache, so that
+they do not slow the ring down.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Iterator
-from typing import Any, Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,111 +21,59 @@ _FLOAT32 = np.dtype(np.float32)
 _UINT32 = np.dtype(np.uint32)
 
 
-class WireFormat(abc.ABC):
+class WireFormat:
     """Encoding of the values of a buffer on the wire, for contiguous arrays of shape [n].
 
-    It has scratch memory: use it in one thread, and `of` in the threads of streams.
+    Values that have the dtype of the wire already are sent unchanged. Others need scratch memory:
+    use the format in one thread, and `of` in the threads of streams.
+
+    Args:
+      name: in `Options.compression`; part of the signature that ranks compare.
+      dtype: dtype on the wire.
     """
 
     def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
-        self.name = name  # in `Options.compression`; part of the signature that ranks compare
-        self.dtype = dtype  # on the wire
+        self.name = name
+        self.dtype = dtype
+        self._encoded = np.empty(0, dtype)
         self._of_streams: dict[int, WireFormat] = {}
 
     def of(self, stream: int) -> WireFormat:
         """Returns the same format with the scratch memory of a stream; of stream 0, itself."""
         if stream and stream not in self._of_streams:
-            self._of_streams[stream] = _FORMATS[self.name]()
+            self._of_streams[stream] = type(self)(self.name, self.dtype)
         return self._of_streams.get(stream, self)
 
-    @abc.abstractmethod
     def encode(self, values: Array) -> Array:
         """Returns the values rounded to the wire format, valid until the next call."""
-
-    @abc.abstractmethod
-    def decode(self, encoded: Array, out: Array) -> None:
-        """Converts encoded values back, exactly."""
-
-    @abc.abstractmethod
-    def reduce(self, values: Array, encoded: Array, op: np.ufunc) -> None:
-        """Overwrites values with ``op(values, decoded)``."""
-
-
-class NoCompression(WireFormat):
-    """Sends values unchanged."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        super().__init__(dtype.name, dtype)
-
-    def of(self, stream: int) -> WireFormat:
-        """Returns itself, as it has no scratch memory."""
-        return self
-
-    def encode(self, values: Array) -> Array:
-        """Returns `values` itself."""
-        return values
-
-    def decode(self, encoded: Array, out: Array) -> None:
-        """See `WireFormat.decode`."""
-        out[:] = encoded
-
-    def reduce(self, values: Array, encoded: Array, op: np.ufunc) -> None:
-        """See `WireFormat.reduce`."""
-        op(values, encoded, out=values)
-
-
-no_compression = functools.lru_cache(maxsize=64)(NoCompression)  # by dtype
-
-
-class _Float32Format(WireFormat):
-    """Base of formats that round float32, block by block."""
-
-    def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
-        super().__init__(name, dtype)
-        self._encoded = np.empty(0, dtype)
-        self._decoded = np.empty(_BLOCK, np.float32)
-
-    def encode(self, values: Array) -> Array:
+        if values.dtype == self.dtype:
+            return values
         if self._encoded.size < values.size:
             self._encoded = np.empty(values.size, self.dtype)
         encoded = self._encoded[: values.size]
         with np.errstate(all="ignore"):  # overflow to infinity is expected
-            for block in _blocks(values.size):
-                self._encode_block(values[block], encoded[block])
+            self._round(values, encoded)
         return encoded
 
     def decode(self, encoded: Array, out: Array) -> None:
-        for block in _blocks(out.size):
-            self._decode_block(encoded[block], out[block])
+        """Converts encoded values back, exactly."""
+        out[:] = encoded
 
     def reduce(self, values: Array, encoded: Array, op: np.ufunc) -> None:
-        for block in _blocks(values.size):
-            local = values[block]
-            received = self._decoded[: local.size]
-            self._decode_block(encoded[block], received)
-            op(local, received, out=local)
+        """Overwrites values with ``op(values, decoded)``."""
+        op(values, encoded, out=values)
 
-    @abc.abstractmethod
-    def _encode_block(self, values: Array, out: Array) -> None: ...
-
-    @abc.abstractmethod
-    def _decode_block(self, encoded: Array, out: Array) -> None: ...
-
-
-class Bf16(_Float32Format):
-    """bfloat16: the range of float32, with 8 bits of precision."""
-
-    def __init__(self) -> None:
-        super().__init__("bf16", np.dtype(ml_dtypes.bfloat16))
-
-    def _encode_block(self, values: Array, out: Array) -> None:
+    def _round(self, values: Array, out: Array) -> None:
         np.copyto(out, values, casting="unsafe")
 
-    def _decode_block(self, encoded: Array, out: Array) -> None:
-        np.copyto(out, encoded)
+
+@functools.lru_cache(maxsize=64)
+def no_compression(dtype: np.dtype[Any]) -> WireFormat:
+    """Returns the format that sends values of a dtype unchanged; for any thread."""
+    return WireFormat(dtype.name, dtype)
 
 
-class Fp16(_Float32Format):
+class Fp16(WireFormat):
     """IEEE binary16: 11 bits of precision from 2**-14 to 65504, fewer down to 2**-24."""
 
     # numpy converts value by value, and is slow below 2**-14, a common size of gradients. So the
@@ -148,15 +95,33 @@ class Fp16(_Float32Format):
     _TO_FP16_SIGN = np.uint32(16)
     _TOO_LARGE = (127 + 16) << 23  # 2**16 in float32; infinities and NaNs are above it
 
-    def __init__(self) -> None:
-        super().__init__("fp16", np.dtype(np.float16))
+    def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
+        super().__init__(name, dtype)
+        self._decoded = np.empty(_BLOCK, np.float32)
         self._sum = np.empty(_BLOCK, np.float32)
         self._rounder = np.empty(_BLOCK, np.uint32)
         # an array, because numpy's maximum is slow with a scalar
         self._least_exponent = np.full(_BLOCK, (127 - 14) << 23, np.uint32)
         self._indices = np.empty(_BLOCK, np.intp)
 
-    def _encode_block(self, values: Array, out: Array) -> None:
+    def decode(self, encoded: Array, out: Array) -> None:
+        """See `WireFormat.decode`."""
+        for block in _blocks(out.size):
+            self._decode_block(encoded[block], out[block])
+
+    def reduce(self, values: Array, encoded: Array, op: np.ufunc) -> None:
+        """See `WireFormat.reduce`."""
+        for block in _blocks(values.size):
+            local = values[block]
+            received = self._decoded[: local.size]
+            self._decode_block(encoded[block], received)
+            op(local, received, out=local)
+
+    def _round(self, values: Array, out: Array) -> None:
+        for block in _blocks(values.size):
+            self._round_block(values[block], out[block])
+
+    def _round_block(self, values: Array, out: Array) -> None:
         total = np.absolute(values, out=self._sum[: values.size])
         bits = total.view(_UINT32)
         if np.maximum.reduce(bits) >= self._TOO_LARGE:
@@ -182,10 +147,16 @@ class Fp16(_Float32Format):
 
 def new_wire_format(compression: str | None) -> WireFormat | None:
     """Creates the wire format of the option `compression`."""
-    return None if compression is None else _FORMATS[compression]()
+    if compression is None:
+        return None
+    kind, dtype = _FORMATS[compression]
+    return kind(compression, np.dtype(dtype))
 
 
-_FORMATS: dict[str, Callable[[], WireFormat]] = {"fp16": Fp16, "bf16": Bf16}
+_FORMATS: dict[str, tuple[type[WireFormat], Any]] = {
+    "fp16": (Fp16, np.float16),
+    "bf16": (WireFormat, ml_dtypes.bfloat16),
+}
 
 
 @functools.cache

@@ -157,11 +157,6 @@ def plan_buckets(
     )
 
 
-def describe_bucket(buckets: Sequence[Bucket], index: int) -> str:
-    """Returns text for warnings and errors about one bucket of a plan."""
-    return f"{buckets[index].name} (bucket {index + 1}/{len(buckets)})"
-
-
 class BufferPool:
     """Flat buffers of one bucket, reused when no view of them is alive.
 

@@ -15,11 +15,11 @@ from hostopt.collectives.finite import all_finite
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.shared_memory import SharedMemoryChannel, TensorListView
 from hostopt.collectives.wire_format import WireFormat
-from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket, free_buffers
+from hostopt.gradients.bucket import Bucket, BufferPool, free_buffers
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 from hostopt.gradients.step_stats import StepStats, StepTimes
 from hostopt.telemetry.timeline import Track
-from hostopt.transport.message import Signature, signature_of
+from hostopt.transport.message import signature_of
 
 _MAX_SLOTS = 64  # bits of the free mask of `SharedSlots`
 
@@ -39,15 +39,12 @@ class BucketReducer(abc.ABC):
     ) -> None:
         self.communicator = communicator.duplicate("gradients")
         self.nonfinite_check = check
-        self._buckets = tuple(buckets)
+        self.buckets = tuple(buckets)  # in the order in which they are reduced
         self._wire_format = wire_format
         self._first_step = 0
-        self._pools = [BufferPool(bucket) for bucket in self._buckets]
-        self._descriptions = [
-            describe_bucket(self._buckets, index) for index in range(len(self._buckets))
-        ]
-        self._signatures = [self._signature(index) for index in range(len(self._buckets))]
-        self._stats = StepStats(len(self._buckets))
+        self._pools = [BufferPool(bucket) for bucket in self.buckets]
+        self._calls = [self._first_call(index) for index in range(len(self.buckets))]
+        self._stats = StepStats(len(self.buckets))
 
     @property
     def last_times(self) -> StepTimes | None:
@@ -58,25 +55,18 @@ class BucketReducer(abc.ABC):
         """Sets the number of the first step, the same on all ranks, before any reduction."""
         self._first_step = step
 
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets, in the order in which they are reduced."""
-        return self._buckets
-
     def scatter(self, bucket: int) -> bool:
         """Makes each rank get its `Bucket.parts` of the sums of a bucket only, as flat arrays.
 
-        All ranks must call it alike, before the first step.
-
-        Returns:
-          False if that would save no message. Nothing changes then.
+        All ranks must call it alike, before the first step. Returns False, and changes nothing, if
+        that would save no message.
         """
         del bucket
         return False
 
     def zeros(self, bucket: int) -> list[Array]:
         """Returns gradients of zeros for a bucket, for a rank that has no gradients."""
-        return self._buckets[bucket].zeros()
+        return self.buckets[bucket].zeros()
 
     def refuse(self, reason: str) -> None:
         """Counts a step that this rank refuses, and tells ranks that wait for it."""
@@ -106,20 +96,24 @@ class BucketReducer(abc.ABC):
     ) -> None:
         timeline = self.communicator.transport.timeline
         if timeline is not None:
-            nbytes, name = self._buckets[bucket].nbytes, self._descriptions[bucket]
+            nbytes, name = self.buckets[bucket].nbytes, self._calls[bucket].name
             timeline.span(track, name, begin_s, end_s, step=step, bucket=bucket, bytes=nbytes)
 
     def _format_of(self, bucket: Bucket) -> WireFormat | None:
         return self._wire_format if bucket.dtype == np.float32 else None
 
-    def _signature(self, index: int) -> Signature:
-        bucket = self._buckets[index]
+    def _call(self, bucket: int, step: int) -> CollectiveCall:
+        """Returns the call that reduces a bucket in one of the steps of this reducer."""
+        return self._calls[bucket]._replace(step=self._first_step + step)
+
+    def _first_call(self, index: int) -> CollectiveCall:
+        bucket = self.buckets[index]
+        name = f"{bucket.name} (bucket {index + 1}/{len(self.buckets)})"
         wire_format = self._format_of(bucket)
         format_name = "" if wire_format is None else wire_format.name
         shape = (bucket.nbytes // bucket.dtype.itemsize,)
-        return signature_of(
-            "all_reduce(sum)", self._descriptions[index], bucket.dtype, shape, format_name
-        )
+        signature = signature_of("all_reduce(sum)", name, bucket.dtype, shape, format_name)
+        return CollectiveCall(self.communicator.channel, 0, index, name, signature)
 
 
 class InlineReducer(BucketReducer):
@@ -136,8 +130,8 @@ class InlineReducer(BucketReducer):
         self, communicator: Communicator, buckets: Sequence[Bucket], check: NonFiniteCheck
     ) -> None:
         super().__init__(communicator, buckets, check)
-        self._shared = [SharedSums(self.communicator, bucket) for bucket in self._buckets]
-        self._steps = [0] * len(self._buckets)  # reductions of each bucket
+        self._slots = [SharedSlots(self.communicator, bucket) for bucket in self.buckets]
+        self._steps = [0] * len(self.buckets)  # reductions of each bucket
         self._lock = threading.Lock()
 
     def reduce(self, bucket: int, arrays: Sequence[Array]) -> list[Array]:
@@ -146,12 +140,10 @@ class InlineReducer(BucketReducer):
         The arrays, in packing order, are not modified. The sums are read-only views of memory that
         other ranks read too. It is not reused while a view is alive on any rank.
         """
-        plan = self._buckets[bucket]
+        plan = self.buckets[bucket]
         begin_s = time.monotonic()
         with self._lock:
-            name, signature = self._descriptions[bucket], self._signatures[bucket]
-            step = self._first_step + self._steps[bucket]
-            call = CollectiveCall(self.communicator.channel, step, bucket, name, signature)
+            call = self._call(bucket, self._steps[bucket])
             self.communicator.begin(call)
             self._steps[bucket] += 1
             if bucket == 0:
@@ -177,17 +169,22 @@ class InlineReducer(BucketReducer):
     def _sum(
         self, bucket: int, source: TensorListView, call: CollectiveCall
     ) -> tuple[Array, bool]:
-        shared = self._shared[bucket].reduce(source, call)
-        if shared is not None:
-            return shared
-        sums = self._pools[bucket].take()  # no shared memory is left
-        self.communicator.all_reduce_in_place(sums, ReduceOp.SUM, call, source=source)
-        return sums, all_finite(sums)
+        """Returns the sums, an array of shape [n], and True if they are finite."""
+        taken = self._slots[bucket].take(call)
+        if taken is None:  # no shared memory is left
+            sums = self._pools[bucket].take()
+            self.communicator.all_reduce_in_place(sums, ReduceOp.SUM, call, source=source)
+            return sums, all_finite(sums)
+        channel, index = taken
+        sums = self._slots[bucket].slots[index][:]
+        is_finite = channel.reduce_scatter(sums, np.add, call, source)
+        sums.flags.writeable = False
+        return sums, is_finite
 
     def close(self) -> None:
         """Frees the buffers."""
         self._pools.clear()
-        self._shared.clear()
+        self._slots.clear()
 
 
 class SharedSlots:
@@ -195,7 +192,8 @@ class SharedSlots:
 
     A rank may reuse a slot if it holds no view of it. Before each use the ranks combine their
     masks of free slots with a bitwise AND, and take a slot that is free on all ranks. If there is
-    none, they allocate another slot.
+    none, they allocate another slot. A training that holds no reduced gradients between steps
+    needs a single slot.
     """
 
     def __init__(self, communicator: Communicator, bucket: Bucket) -> None:
@@ -235,29 +233,3 @@ class SharedSlots:
                 self.slots.append(self._bucket.buffer_in(memory))
                 return True
         return False
-
-
-class SharedSums:
-    """Reduces one bucket into memory that all ranks of one host share and read in place.
-
-    A training that holds no reduced gradients between steps needs a single slot.
-    """
-
-    def __init__(self, communicator: Communicator, bucket: Bucket) -> None:
-        self._slots = SharedSlots(communicator, bucket)
-
-    def reduce(self, source: TensorListView, call: CollectiveCall) -> tuple[Array, bool] | None:
-        """Sums the bucket over the ranks. Collective: all ranks must call it.
-
-        Returns:
-          The sums, a read-only array of shape [n], and True if they are finite. None if no slot
-          is free and no memory is left; nothing has been reduced then.
-        """
-        taken = self._slots.take(call)
-        if taken is None:
-            return None
-        channel, index = taken
-        sums = self._slots.slots[index][:]
-        is_finite = channel.reduce_scatter(sums, np.add, call, source)
-        sums.flags.writeable = False
-        return sums, is_finite

@@ -27,11 +27,7 @@ from hostopt.gradients.bucket_reducer import SharedSlots
 
 
 class DividedUpdate:
-    """Joins the parts of some variables.
-
-    Args:
-      variables: name, shape and dtype of each variable, with a chunk for each rank.
-    """
+    """Joins the parts of some variables, a bucket with a chunk for each rank."""
 
     def __init__(self, communicator: Communicator, variables: Bucket) -> None:
         self._communicator = communicator.duplicate("divided updates")
@@ -62,9 +58,8 @@ class DividedUpdate:
     def begin(self) -> list[Array]:
         """Prepares this rank's parts. Collective: all ranks must call it, after `note`.
 
-        Returns:
-          For each variable, memory to update in place: its flat part, and then ALIGNMENT_BYTES
-          that must not be changed.
+        Returns, for each variable, memory to update in place: its flat part, and then
+        ALIGNMENT_BYTES that must not be changed.
         """
         with self._lock:
             old = self._values
@@ -82,12 +77,8 @@ class DividedUpdate:
     def join(self, parts: Sequence[Array]) -> list[Array]:
         """Returns the new values of all variables. Collective: all ranks must call it.
 
-        Args:
-          parts: the parts that this rank has updated, in the order of the variables. Those that
-            are not in the memory of `begin` are copied to it.
-
-        Returns:
-          Read-only arrays in memory that other ranks may read too.
+        The parts that this rank has updated, in the order of the variables, are copied unless they
+        are in the memory of `begin`. The result is read-only, and other ranks may read it, too.
         """
         with self._lock:
             assert self._values is not None

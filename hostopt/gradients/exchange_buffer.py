@@ -73,7 +73,11 @@ class Rows(NamedTuple):
 
 @dataclass
 class Combined:
-    """Result of an exchange, with the same bits on all ranks."""
+    """Result of an exchange, with the same bits on all ranks.
+
+    Summed rows have ascending indices without repetition; others are those of all ranks in rank
+    order.
+    """
 
     arrays: list[Array]
     rows: list[Rows]  # of each kind

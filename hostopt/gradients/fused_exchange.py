@@ -12,7 +12,6 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -23,23 +22,10 @@ from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 from hostopt.gradients.step_stats import StepStats, StepTimes
 
 
-class SideValue(Protocol):
-    """An integer of each rank that is summed in the same messages as an exchange."""
-
-    @property
-    def local(self) -> int:
-        """Integer of this rank."""
-
-    def set_total(self, total: int) -> None:
-        """Stores the sum over all ranks."""
-
-
 class FusedExchange:
     """Reduces small dense arrays and sparse gradients over the ranks in one exchange.
 
-    Args:
-      communicator: communicator for this exchange alone (a `duplicate`).
-      side_value: integer that is summed along with the exchange.
+    Nothing else may use its communicator.
     """
 
     def __init__(
@@ -48,12 +34,10 @@ class FusedExchange:
         dense: Sequence[DenseValue],
         tables: Sequence[Table],
         check: NonFiniteCheck | None = None,
-        side_value: SideValue | None = None,
     ) -> None:
         self._buffer = ExchangeBuffer(dense, tables)
         self.kinds = self._buffer.kinds  # indices of the tables of each kind of row
         self.communicator = communicator
-        self._side_value = side_value
         self.nonfinite_check = check or NonFiniteCheck(communicator)
         self._steps = itertools.count()
         self._stats = StepStats(1)
@@ -80,34 +64,31 @@ class FusedExchange:
         return self._buffer.zeros()
 
     def run(
-        self, dense: Sequence[Array], rows: Sequence[Rows], weight: float = 1.0
-    ) -> tuple[list[Array], list[Rows]]:
+        self,
+        dense: Sequence[Array],
+        rows: Sequence[Rows],
+        weight: float = 1.0,
+        side_value: int = 0,
+    ) -> Combined:
         """Reduces one step. Collective: all ranks must call it.
 
         Args:
           rows: the rows of each kind. Indices may repeat.
           weight: weight of this rank's gradients; 0 leaves them out, even if they hold NaN.
-
-        Returns:
-          The reduced arrays, and the rows of each kind. Summed rows have ascending indices without
-          repetition; otherwise they are the rows of all ranks in rank order. All ranks get the
-          same bits.
+          side_value: integer that is summed in the same messages.
         """
         with self._lock:
             begin_s = time.monotonic()
             self._stats.launched(0, begin_s)
             dense, rows = self._buffer.weighted(dense, rows, weight)
-            side_value = self._side_value.local if self._side_value else 0
             packed = self._buffer.pack(side_value, dense, rows)
             buffers = self.communicator.all_gather_bytes(packed)
             end_s = time.monotonic()
             self._stats.ring(0, begin_s, end_s)
             self._stats.waited(0, begin_s, end_s)
             result = self._buffer.combine([np.frombuffer(each, np.uint8) for each in buffers])
-            if self._side_value:
-                self._side_value.set_total(result.side_total)
             self._check(dense, rows, result)
-            return result.arrays, result.rows
+            return result
 
     def _check(self, dense: Sequence[Array], rows: Sequence[Rows], result: Combined) -> None:
         communicator = self.communicator

@@ -59,15 +59,10 @@ class NonFiniteCheck:
         find_in_sums: Callable[[], Mapping[str, str]],
         wire_format_name: str | None = None,
     ) -> None:
-        """Raises or logs unless the sums of a call are finite.
+        """Raises or logs unless the sums of a call are finite, which all ranks know alike.
 
-        Collective: all ranks must call it. It communicates only if the sums are not finite.
-
-        Args:
-          is_finite: True if the sums are finite; the same on all ranks.
-          find_in_local: calls `find_nonfinite` for the gradients of this rank.
-          find_in_sums: calls `find_nonfinite` for the sums.
-          wire_format_name: wire format in which the sums may have overflowed.
+        Collective: all ranks must call it. It communicates only if the sums are not finite. The
+        functions call `find_nonfinite`, for the gradients of this rank and for the sums.
         """
         self._nonfinite_calls.discard(call.name)
         if is_finite or self.nonfinite == ALLOW:
@@ -75,14 +70,7 @@ class NonFiniteCheck:
         self._nonfinite_calls.add(call.name)
         by_rank = self._by_rank(find_in_local())
         cluster = self._channel.transport.cluster
-        report = nonfinite_report(
-            call.name,
-            call.step,
-            {cluster.describe(rank): kinds for rank, kinds in by_rank.items()},
-            find_in_sums(),
-            wire_format_name,
-        )
-        report = f"{report}. {_ADVICE[self.nonfinite]}"
+        report = self._report(call, by_rank, find_in_sums(), wire_format_name)
         if self.nonfinite != "error":
             _log.warning("%s", report)
             return
@@ -102,6 +90,33 @@ class NonFiniteCheck:
             return {self._channel.rank: local}
         return dict(enumerate(all_gather_json(self._channel, local)))
 
+    def _report(
+        self,
+        call: CollectiveCall,
+        by_rank: Mapping[int, Mapping[str, str]],
+        sums: Mapping[str, str],
+        wire_format_name: str | None,
+    ) -> str:
+        """Explains which gradients of which ranks are not finite; the same text on all ranks."""
+        describe = self._channel.transport.cluster.describe
+        text = "; ".join(
+            f"{describe(rank)} has {_listed(kinds)}" for rank, kinds in by_rank.items() if kinds
+        )
+        if not text:
+            wire = f", or their {wire_format_name} form on the wire," if wire_format_name else ""
+            text = (
+                f"the gradients of every rank are finite, but their sum{wire} has overflowed: "
+                f"{_listed(sums)}"
+            )
+        return (
+            f"not finite in step {call.step} (counted from 0), summing {call.name}: {text}. "
+            f"{_ADVICE[self.nonfinite]}"
+        )
+
+
+def _listed(kinds: Mapping[str, str]) -> str:
+    return ", ".join(f"{kind} for {name!r}" for name, kind in kinds.items())
+
 
 def find_nonfinite(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, str]:
     """Returns "NaN" or "Inf" by name, for each gradient that holds one."""
@@ -110,27 +125,3 @@ def find_nonfinite(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, s
         for name, array in zip(names, arrays)
         if not all_finite(array)
     }
-
-
-def nonfinite_report(
-    description: str,
-    step: int,
-    by_rank: Mapping[str, Mapping[str, str]],
-    sums: Mapping[str, str],
-    wire_format_name: str | None = None,
-) -> str:
-    """Explains which gradients of which ranks are not finite; the same text on all ranks."""
-    blamed = [
-        f"{rank} has {', '.join(f'{kind} for {name!r}' for name, kind in kinds.items())}"
-        for rank, kinds in by_rank.items()
-        if kinds
-    ]
-    text = f"not finite in step {step} (counted from 0), summing {description}: "
-    if blamed:
-        return text + "; ".join(blamed)
-    wire = f", or their {wire_format_name} form on the wire," if wire_format_name else ""
-    overflown = ", ".join(f"{kind} for {name!r}" for name, kind in sums.items())
-    return (
-        f"{text}the gradients of every rank are finite, but their sum{wire} has overflowed: "
-        f"{overflown}"
-    )

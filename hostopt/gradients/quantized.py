@@ -30,12 +30,9 @@ class QuantizedSum:
         self._residual: Array | None = None
 
     def sum_in_place(self, values: Array, name: str) -> None:
-        """Sums an array over the ranks. Every rank gets the same bits.
+        """Sums finite float32 values [n] over the ranks. Every rank gets the same bits.
 
         Collective: all ranks must call it.
-
-        Args:
-          values: finite array of float32 of shape [n], overwritten with the sum.
         """
         if self._residual is not None:
             values += self._residual
@@ -61,8 +58,7 @@ class QuantizedSum:
 def encode(values: Array, bits: int) -> bytes:
     """Rounds finite float32 values [n] to integers of 8 or 4 bits.
 
-    Returns:
-      A scale of float32 for each row, then the integers. With 4 bits two of them make a byte.
+    Returns float32 scales, one for each row, then the integers. With 4 bits two make a byte.
     """
     largest = np.float32((1 << (bits - 1)) - 1)
     count = -(-values.size // _ROW)
@@ -70,7 +66,10 @@ def encode(values: Array, bits: int) -> bytes:
     integers = np.empty((count, _ROW * bits // 8), np.uint8)
     for begin in range(0, count, _BLOCK_ROWS):
         block = slice(begin, begin + _BLOCK_ROWS)
-        rows = _rows(values[begin * _ROW : (begin + _BLOCK_ROWS) * _ROW])
+        rows = values[begin * _ROW : (begin + _BLOCK_ROWS) * _ROW]
+        if rows.size % _ROW:
+            rows = np.pad(rows, (0, -rows.size % _ROW))
+        rows = rows.reshape(-1, _ROW)
         np.divide(np.abs(rows).max(axis=1, keepdims=True), largest, out=scales[block])
         # a scale of 0 means zeros, or values that are too small for one
         scaled = rows / np.where(scales[block] > 0, scales[block], np.float32(1))
@@ -113,11 +112,3 @@ def _decoded(scales: Array, data: Array, begin: int, bits: int) -> Array:
         integers = packed.view(np.int8)
     decoded: Array = (integers * scales[rows]).reshape(-1)
     return decoded
-
-
-def _rows(values: Array) -> Array:
-    if values.size % _ROW == 0:
-        return values.reshape(-1, _ROW)
-    padded = np.zeros(-(-values.size // _ROW) * _ROW, np.float32)
-    padded[: values.size] = values
-    return padded.reshape(-1, _ROW)

@@ -10,10 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Union
 
-from hostopt.collectives import chunks, recursive_doubling
+from hostopt.collectives import chunks
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite, safe_limit
+from hostopt.collectives.pairs import SMALL_BYTES
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.scalar_sum import ScalarSum
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
@@ -52,7 +53,7 @@ class Reducer(BucketReducer):
         super().__init__(communicator, buckets, check, wire_format or new_wire_format(option))
         self._scattered: set[int] = set()
         self._flags: ScalarSum | None = None  # of scattered buckets
-        self._limits = [self._limit(bucket) for bucket in self._buckets]
+        self._limits = [self._limit(bucket) for bucket in self.buckets]
         self._step = 0
         self._next = 0  # bucket that is reduced next
         self._pending: set[int] = set()  # launched, and not yet waited for
@@ -69,9 +70,9 @@ class Reducer(BucketReducer):
 
     def scatter(self, bucket: int) -> bool:
         """See `BucketReducer.scatter`."""
-        nbytes = self._buckets[bucket].nbytes
+        nbytes = self.buckets[bucket].nbytes
         # a smaller one is not reduced by a ring
-        if not chunks.has_chunks(self.communicator) or nbytes <= recursive_doubling.MOST_BYTES:
+        if not chunks.has_chunks(self.communicator) or nbytes <= SMALL_BYTES:
             return False
         if self._flags is None:
             self._flags = self.communicator.open_scalar_sum("flags")
@@ -87,7 +88,7 @@ class Reducer(BucketReducer):
                 raise self._error
             if bucket in self._pending:
                 raise ConfigError(
-                    f"bucket {bucket} ({self._buckets[bucket].name}) was launched twice in one "
+                    f"bucket {bucket} ({self.buckets[bucket].name}) was launched twice in one "
                     "step. Run the training operation once in each session.run",
                     bucket=bucket,
                 )
@@ -96,7 +97,7 @@ class Reducer(BucketReducer):
                 self._begin_step()
             self._pending.add(bucket)
             buffer = self._pools[bucket].take()
-        plan = self._buckets[bucket]
+        plan = self.buckets[bucket]
         is_safe = plan.pack(arrays, buffer, self._limits[bucket])  # [G3] copy to the flat buffer
         # the ring overwrites the local gradients: scan them before
         nonfinite = {} if is_safe else find_nonfinite(plan.names, arrays)
@@ -108,11 +109,9 @@ class Reducer(BucketReducer):
             self._changed.notify_all()
 
     def wait(self, bucket: int) -> list[Array]:
-        """Waits until a bucket is reduced.
+        """Returns the sums of a bucket, in packing order, or this rank's parts (`scatter`).
 
-        Returns:
-          The sums, in packing order, or this rank's parts of them (`scatter`). They are views of
-          a buffer that is not reused while one of them is alive.
+        They are views of a buffer that is not reused while one of them is alive.
         """
         begin_s = time.monotonic()
         with self._changed:
@@ -121,7 +120,7 @@ class Reducer(BucketReducer):
             buffer = self._reduced.pop(bucket)
             self._pending.discard(bucket)
             self._record_wait(bucket, begin_s, time.monotonic())
-        plan = self._buckets[bucket]
+        plan = self.buckets[bucket]
         sums = plan.views(buffer)
         if bucket in self._scattered:
             parts = plan.parts[self.communicator.rank]
@@ -174,13 +173,11 @@ class Reducer(BucketReducer):
                 if self._error is not None:
                     raise self._error
                 self._changed.wait()
-            index, step = self._next, self._first_step + self._step
+            index, call = self._next, self._call(self._next, self._step)
             buffer, nonfinite = self._launched.pop(index)
             self._is_reducing = True
-        plan = self._buckets[index]
+        plan = self.buckets[index]
         begin_s = time.monotonic()
-        name, signature = self._descriptions[index], self._signatures[index]
-        call = CollectiveCall(self.communicator.channel, step, index, name, signature)
         wire_format = self._format_of(plan)
         # [G4] the ring, while backward computes the next buckets
         if index in self._scattered:
@@ -202,7 +199,7 @@ class Reducer(BucketReducer):
             self._progress_s = time.monotonic()
             self._stats.ring(index, begin_s, end_s)
             self._next += 1
-            if self._next == len(self._buckets):
+            if self._next == len(self.buckets):
                 self._begin_step()
             self._changed.notify_all()
 
@@ -220,9 +217,9 @@ class Reducer(BucketReducer):
         return not self._flags.wait()[0]
 
     def _find_in_sums(self, index: int, buffer: Array) -> dict[str, str]:
-        plan = self._buckets[index]
+        plan = self.buckets[index]
         if index in self._scattered:
-            chunks.all_gather(self._whole, buffer, self._descriptions[index])
+            chunks.all_gather(self._whole, buffer, self._calls[index].name)
         return find_nonfinite(plan.names, plan.views(buffer))
 
     def _limit(self, bucket: Bucket) -> float:
@@ -236,7 +233,7 @@ class Reducer(BucketReducer):
     def _never_launched(self, bucket: int) -> CollectiveTimeoutError:
         rank = self.communicator.rank
         return CollectiveTimeoutError(
-            f"rank {rank} waited for {self._descriptions[bucket]}, and no bucket was launched or "
+            f"rank {rank} waited for {self._calls[bucket].name}, and no bucket was launched or "
             "reduced meanwhile. A gradient of an earlier bucket was never computed: check whether "
             "the accelerator still works",
             rank=rank,

@@ -71,15 +71,12 @@ class StepStats:
     """Collects the times of the buckets of each step; thread-safe.
 
     A step is complete when all its buckets have been waited for. The first launch of a bucket
-    belongs to step 0 and the second to step 1. The same holds for its ring and its wait. A step
-    that leaves out buckets has no times.
+    belongs to step 0, with its ring and its wait. The next launch, which belongs to step 1, comes
+    after that wait. A step that leaves out buckets has no times.
     """
 
     def __init__(self, buckets: int) -> None:
-        self._buckets = buckets
-        self._launches = [0] * buckets
-        self._rings = [0] * buckets
-        self._waits = [0] * buckets
+        self._counts = [0] * buckets  # complete steps of each bucket
         self._steps: dict[int, _Step] = {}
         self._lock = threading.Lock()
         self.last: StepTimes | None = None  # of the last complete step
@@ -87,23 +84,24 @@ class StepStats:
     def launched(self, bucket: int, at_s: float) -> int:
         """Records a launch; returns the number of the step, from 0."""
         with self._lock:
-            step, times = self._next(self._launches, bucket)
+            step, times = self._current(bucket)
             times.launched_s[bucket] = at_s
             return step
 
     def ring(self, bucket: int, begin_s: float, end_s: float) -> int:
         """Records a ring all-reduce. Call it before `waited` of the same bucket."""
         with self._lock:
-            step, times = self._next(self._rings, bucket)
+            step, times = self._current(bucket)
             times.ring_s[bucket] = begin_s, end_s
             return step
 
     def waited(self, bucket: int, begin_s: float, end_s: float) -> int:
         """Records a wait; returns the number of the step, from 0."""
         with self._lock:
-            step, times = self._next(self._waits, bucket)
+            step, times = self._current(bucket)
             times.wait_s[bucket] = begin_s, end_s
-            if len(times.wait_s) == self._buckets:
+            self._counts[bucket] += 1
+            if len(times.wait_s) == len(self._counts):
                 earlier_waits_ms = self.last.total_wait_ms if self.last else 0.0
                 self.last = self._steps.pop(step).times(step, earlier_waits_ms)
             return step
@@ -112,11 +110,9 @@ class StepStats:
         """Ends the last step, whose remaining buckets are left out."""
         with self._lock:
             self._steps.clear()
-            step = max(self._launches)  # a bucket that is not left out has this many launches
-            for counts in (self._launches, self._rings, self._waits):
-                counts[:] = [step] * self._buckets
+            # a bucket that is not left out has made this many steps
+            self._counts[:] = [max(self._counts)] * len(self._counts)
 
-    def _next(self, counts: list[int], bucket: int) -> tuple[int, _Step]:
-        step = counts[bucket]
-        counts[bucket] += 1
+    def _current(self, bucket: int) -> tuple[int, _Step]:
+        step = self._counts[bucket]
         return step, self._steps.setdefault(step, _Step())

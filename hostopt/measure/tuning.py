@@ -134,7 +134,7 @@ def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:
                 repetitions, _ = bench.measure(group, size_bytes, _REPETITIONS)
                 seconds.append(min(repetitions))  # the least disturbed one
         communicator.barrier("the end of a trial")
-        over_mpi = communicator.network.world is not None
+        over_mpi = communicator.world is not None
         has_segments = not (communicator.on_one_host or over_mpi)
         streams = communicator.transport.streams
     sizes = _BUCKETS_BYTES[: len(seconds)]

@@ -21,11 +21,11 @@ from hostopt.errors import CollectiveMismatchError, ConfigError
 from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table, times
-from hostopt.gradients.fused_exchange import FusedExchange, SideValue
+from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import AnyReducer, open_reducer
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background, in_order
-from hostopt.tensorflow.ops import all_reduce
+from hostopt.tensorflow.ops import StopSaveFlags, all_reduce
 
 # A rank receives at most this many bytes of dense arrays in an exchange, which sends all arrays to
 # all ranks. Larger ones are reduced in buckets, or in separate operations.
@@ -93,7 +93,7 @@ def reduce_tensors(
     communicator: Communicator,
     weight: tf.Tensor | None = None,
     nonfinite: str | None = None,
-    side_value: SideValue | None = None,
+    flags: StopSaveFlags | None = None,
 ) -> tuple[list[Any], list[AnyReducer]]:
     """Reduces tensors that do not depend on each other, with few messages.
 
@@ -105,16 +105,15 @@ def reduce_tensors(
       reductions: the tensors. All ranks reduce them in rank 0's order.
       weight: float64 scalar that multiplies this rank's gradients; None for 1.
       nonfinite: "error", "skip", "warn" or `ALLOW`, as for `NonFiniteCheck`.
-      side_value: integer that is summed along with the exchange, if there is an exchange.
+      flags: flags that are summed along with the exchange, if there is an exchange.
 
     Returns:
       The results, in the order of `reductions`, and the reducers, which the caller must close
       after the last step.
     """
     ordered = _in_order_of_rank_0(reductions, communicator)
-    reducers = Reducers(
-        communicator, _bucket_bytes(communicator), nonfinite, side_value=side_value, weight=weight
-    )
+    bucket_bytes = _bucket_bytes(communicator)
+    reducers = Reducers(communicator, bucket_bytes, nonfinite, flags=flags, weight=weight)
     results = dict(zip(ordered, reducers.reduce(ordered)))
     return [results[each] for each in reductions], reducers.opened
 
@@ -189,7 +188,7 @@ class Reducers:
     bucket_bytes: int
     nonfinite: str | None = None  # as for `NonFiniteCheck`
     wire_format: WireFormat | None = None  # in buckets; None for that of the option `compression`
-    side_value: SideValue | None = None  # summed along with the exchange
+    flags: StopSaveFlags | None = None  # summed along with the exchange
     weight: tf.Tensor | None = None  # float64 scalar that multiplies this rank's gradients
     buckets: Any = None  # reducer of buckets; None before one is needed
     exchange: Any = None  # reducer of all other tensors; None before one is needed
@@ -242,9 +241,12 @@ class Reducers:
     ) -> tuple[list[Array], list[Rows]]:
         """Reduces small tensors and sparse gradients; see `FusedExchange.run`."""
         self.begin(None)
-        results: tuple[list[Array], list[Rows]] = self.exchange.run(arrays, rows, weight)
+        local = self.flags.local if self.flags else 0
+        results = self.exchange.run(arrays, rows, weight, local)
+        if self.flags:
+            self.flags.set_total(results.side_total)
         self.end(None)
-        return results
+        return results.arrays, results.rows
 
     # -- large gradients in buckets ------------------------------------------------------------
 
@@ -340,7 +342,6 @@ class Reducers:
                 [each.table() for each in slices],
                 # not that of the buckets: both may run at the same time
                 NonFiniteCheck(self.communicator, self.nonfinite),
-                self.side_value,
             )
         kinds = [[slices[table] for table in kind] for kind in self.exchange.kinds]
         with tf.device(HOST_DEVICE), tf.name_scope("host_exchange"):

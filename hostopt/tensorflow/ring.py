@@ -183,7 +183,7 @@ def mpi_enabled() -> bool:
     """
     if not process_ring.is_initialized():
         return False
-    return process_ring.current().communicator.network.world is not None
+    return process_ring.current().communicator.world is not None
 
 
 mpi_built = mpi_threads_supported = mpi_enabled

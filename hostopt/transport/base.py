@@ -18,8 +18,16 @@ import threading
 from collections.abc import Sequence
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.errors import ConfigError, HostOptError, error_from_dict
+from hostopt.errors import (
+    ConfigError,
+    HostOptError,
+    PeerLostError,
+    ResourceError,
+    error_from_dict,
+)
 from hostopt.options import Options
+from hostopt.process import descriptors
+from hostopt.process.error_report import cause_of
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
 from hostopt.transport import event_loop
@@ -84,9 +92,8 @@ class Transport(abc.ABC):
     ) -> memoryview:
         """Waits for a message. An error aborts the ring, as no rank can continue.
 
-        Args:
-          into: memory that the payload may be received into, which saves a copy. Its content is
-            undefined after an error. The result is read-only, there or elsewhere.
+        The result is read-only, in `into`, which saves a copy, or elsewhere. The content of `into`
+        is undefined after an error.
         """
         try:
             sent_tag, payload = await self.mailbox.take(peer, tag, name, into)
@@ -201,9 +208,20 @@ class Transport(abc.ABC):
         """The error that aborted this ring, with the same root cause on every rank."""
         return self.mailbox.error
 
-    @abc.abstractmethod
     def abort(self, error: BaseException) -> None:
         """Aborts the ring on all ranks. The first error wins: all ranks report it."""
+        if not isinstance(error, HostOptError):
+            is_out, cause = descriptors.is_out(error), cause_of(error)
+            text = descriptors.advice(error) if is_out else f"Root cause: {cause}"
+            error = (ResourceError if is_out else PeerLostError)(
+                f"{self.cluster.describe(self.rank)} stopped with an error. {text}",
+                **self.cluster.attributes(self.rank),
+                root_cause=cause,
+            )
+        self._abort(error)
+
+    @abc.abstractmethod
+    def _abort(self, error: HostOptError) -> None: ...
 
     @abc.abstractmethod
     def close(self) -> None:

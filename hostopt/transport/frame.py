@@ -153,7 +153,9 @@ class Stream(abc.ABC):
 
     _watcher: asyncio.Future[None]  # done once the stream has ended
 
-    def __init__(self) -> None:
+    def __init__(self, writer: FrameWriter, timeout_s: float) -> None:
+        self._writer = writer
+        self._timeout_s = timeout_s  # without progress
         self.loop = event_loop.current()  # whose thread uses the stream
         self.writing_since_s: float | None = None  # on the monotonic clock
         self.written_s = 0.0  # of all completed writes

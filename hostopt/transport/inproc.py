@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hostopt.cluster.cluster import Cluster, Task
 from hostopt.cluster.tf_config import WORKER
-from hostopt.errors import HostOptError, PeerLostError
+from hostopt.errors import HostOptError
 from hostopt.options import Options
 from hostopt.transport.base import Transport
 from hostopt.transport.message import Payload, Tag
@@ -39,13 +39,7 @@ class InprocTransport(Transport):
         """See `Transport.request_status`."""
         return self._peers[peer].status_for(waiting, tag)
 
-    def abort(self, error: BaseException) -> None:
-        """See `Transport.abort`."""
-        if not isinstance(error, HostOptError):
-            cause = f"{type(error).__name__}: {error}"
-            error = PeerLostError(
-                f"rank {self.rank} stopped: {cause}", rank=self.rank, root_cause=cause
-            )
+    def _abort(self, error: HostOptError) -> None:
         for peer in self._peers:
             peer.mailbox.fail(error)
 
@@ -53,7 +47,7 @@ class InprocTransport(Transport):
         """See `Transport.close`."""
         for peer in self._peers:
             if self.error is None:
-                peer.mailbox.mark_left(self.rank, "it has closed its communicator")
+                peer.mailbox.mark_left(self.rank)
             else:  # the sender of the error may not have reached this peer yet
                 peer.mailbox.fail(self.error)
         self._wait_for_dump()

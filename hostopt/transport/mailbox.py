@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -21,9 +22,11 @@ from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.event_loop import settle
 from hostopt.transport.message import Tag
-from hostopt.transport.stall import Schedule, Wait
+from hostopt.transport.stall import Wait, schedule
 
 _log = logging.getLogger(__name__)
+
+_SHORTEST_SLEEP_S = 20e-6  # of a wait that polls
 
 
 class Listener(NamedTuple):
@@ -42,36 +45,6 @@ class Destination:
     def withdraw(self) -> None:
         """Redirects a payload that is still arriving; its beginning is kept."""
         self.view = memoryview(bytearray(self.view))
-
-
-class Destinations:
-    """The offers of one rank, each made and taken on the same event loop."""
-
-    def __init__(self) -> None:
-        self._offered: dict[tuple[int, int, Tag], Destination] = {}  # by loop, peer and tag
-
-    @contextlib.contextmanager
-    def offer(self, peer: int, tag: Tag, view: memoryview | None) -> Iterator[None]:
-        """Offers memory for a payload in this scope; nothing is written after an exception."""
-        if view is None:
-            yield
-            return
-        key = event_loop.current(), peer, tag
-        self._offered[key] = destination = Destination(view)
-        try:
-            yield
-        except BaseException:
-            destination.withdraw()
-            raise
-        finally:
-            del self._offered[key]
-
-    def of(self, peer: int, tag: Tag, nbytes: int) -> Destination:
-        """Returns memory for a payload: what is offered, if signature and size are the same."""
-        destination = self._offered.get((event_loop.current(), peer, tag))
-        if destination is None or len(destination.view) != nbytes:
-            return Destination(memoryview(np.empty(nbytes, np.uint8)))
-        return destination
 
 
 class Mailbox:
@@ -96,12 +69,12 @@ class Mailbox:
         self._on_stall = on_stall
         self._on_long_wait = on_long_wait
         self._messages: dict[tuple[int, ...], tuple[Tag, memoryview]] = {}
-        self._left: dict[int, str] = {}  # reason by peer
+        self._left: set[int] = set()
         self._markers: dict[int, list[Tag]] = {}  # finish markers of its streams, by peer
         self._resumed_step = -1  # finish markers up to this step are outdated
-        self._waits: dict[Schedule, Wait] = {}
+        self._waits: dict[Iterator[float], Wait] = {}
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
-        self.destinations = Destinations()  # for payloads of awaited messages
+        self._offered: dict[tuple[int, int, Tag], Destination] = {}  # by loop, peer and tag
         self._listeners: dict[int, Listener] = {}  # by channel
         self._on_failure: list[Callable[[HostOptError], object]] = []
         self._lock = threading.RLock()  # reentrant, as a signal handler may run at any time
@@ -137,21 +110,42 @@ class Mailbox:
     async def take(
         self, peer: int, tag: Tag, name: str, into: memoryview | None = None
     ) -> tuple[Tag, memoryview]:
-        """Waits for a message of `peer` and removes it.
+        """Waits for a message of `peer` and removes it; the signature is not compared.
 
-        Args:
-          tag: which message; its signature is not compared.
-          into: memory that the payload may be received into. It is used only if the message has
-            not begun to arrive.
-
-        Returns:
-          The tag as the peer has sent it, and the payload, in `into` or elsewhere.
+        Returns the tag as the peer has sent it, and the payload. It is in `into` only if the
+        message has not begun to arrive.
         """
         key = _key(peer, tag)
         if key not in self._messages:
-            with self.waiting(peer, tag, name) as check, self.destinations.offer(peer, tag, into):
+            with self.waiting(peer, tag, name) as check, self.offer(peer, tag, into):
                 await self._wait_until_stored(key, check)
         return self._messages.pop(key)
+
+    @contextlib.contextmanager
+    def offer(self, peer: int, tag: Tag, view: memoryview | None) -> Iterator[None]:
+        """Offers memory for a payload in this scope; nothing is written after an exception.
+
+        Offers are made and taken on the same event loop.
+        """
+        if view is None:
+            yield
+            return
+        key = event_loop.current(), peer, tag
+        self._offered[key] = destination = Destination(view)
+        try:
+            yield
+        except BaseException:
+            destination.withdraw()
+            raise
+        finally:
+            del self._offered[key]
+
+    def destination(self, peer: int, tag: Tag, nbytes: int) -> Destination:
+        """Returns memory for a payload: what is offered, if signature and size are the same."""
+        offered = self._offered.get((event_loop.current(), peer, tag))
+        if offered is None or len(offered.view) != nbytes:
+            return Destination(memoryview(np.empty(nbytes, np.uint8)))
+        return offered
 
     async def _wait_until_stored(self, key: tuple[int, ...], check: Callable[[], float]) -> None:
         loop = asyncio.get_running_loop()
@@ -185,31 +179,54 @@ class Mailbox:
     ) -> Iterator[Callable[[], float]]:
         """Registers a wait for a peer, by any means. The waiter calls the yielded function often.
 
-        Args:
-          grace_s: time for which the wait goes on after the peer has left in good order, if what
-            it sent before can arrive later, in seconds.
-
-        Yields:
-          Function that warns when a warning is due and raises when the wait cannot succeed.
-          Otherwise it returns the time in seconds until it has to be called again.
+        It warns when a warning is due and raises when the wait cannot succeed. Otherwise it
+        returns the time in seconds until it has to be called again. If what the peer has sent can
+        arrive after it has left in good order, the wait goes on for `grace_s`.
         """
         wait = Wait(peer, tag, name, time.monotonic())
-        schedule = Schedule(wait, self._options, self._on_stall, self._on_long_wait, grace_s)
+        due = schedule(wait, self._options, self._on_stall, self._on_long_wait)
+        grace_end_s = math.inf  # from the first check at which the peer has left
 
         def check() -> float:
+            nonlocal grace_end_s
             reason = self._reason_of_end(peer, tag)
-            if reason is not None and not schedule.is_in_grace():
-                raise _gone_error(self._cluster, peer, tag, name, reason)
-            left_s = schedule.next_s()
+            if reason is not None:
+                grace_end_s = min(grace_end_s, time.monotonic() + grace_s)
+                if time.monotonic() >= grace_end_s:
+                    cluster = self._cluster
+                    raise PeerLostError(
+                        f"{cluster.describe(peer)} is gone at {tag} while rank {cluster.rank} "
+                        f"waited for {name or 'its data'}: {reason}. Give all ranks the same "
+                        "number of steps",
+                        **cluster.attributes(peer, step=tag.step, bucket=tag.bucket),
+                    )
+            left_s = next(due, None)
             if left_s is None:
                 raise self.timeout_error(wait, peer, "")
             return left_s
 
-        self._waits[schedule] = wait
+        self._waits[due] = wait
         try:
             yield check
         finally:
-            del self._waits[schedule]
+            del self._waits[due]
+
+    def poll(
+        self,
+        peer: int,
+        tag: Tag,
+        name: str,
+        has_ended: Callable[[], bool],
+        longest_sleep_s: float,
+        grace_s: float = 0.0,
+    ) -> None:
+        """Waits for a peer until `has_ended`, which is called often; see `waiting`."""
+        pause_s = _SHORTEST_SLEEP_S
+        with self.waiting(peer, tag, name, grace_s) as check:
+            while not has_ended():
+                check()
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, longest_sleep_s)
 
     def fail(self, error: HostOptError) -> bool:
         """Ends all present and future waits with `error`; False if an earlier one is in effect."""
@@ -235,10 +252,10 @@ class Mailbox:
             listener(error)
         return lambda: self._on_failure.remove(listener)
 
-    def mark_left(self, peer: int, reason: str) -> None:
+    def mark_left(self, peer: int) -> None:
         """Notes that `peer` has left in good order: its messages stay, and no more will come."""
         with self._lock:
-            self._left[peer] = reason
+            self._left.add(peer)
             self._wake(*self._awaited)
             listeners = list(self._listeners.values())
         for listener in listeners:
@@ -258,7 +275,7 @@ class Mailbox:
     def forget(self, peer: int) -> None:
         """Removes all messages and notes of `peer`, whose process has started again."""
         with self._lock:
-            self._left.pop(peer, None)
+            self._left.discard(peer)
             self._markers.pop(peer, None)
             for key in [key for key in self._messages if key[0] == peer]:
                 del self._messages[key]
@@ -270,12 +287,13 @@ class Mailbox:
     def _reason_of_end(self, peer: int, tag: Tag) -> str | None:
         if self.error is not None:
             raise self.error
-        reason = self._left.get(peer)
+        if peer in self._left:
+            return "it has closed its communicator"
         markers = self._markers.get(peer, [])
         has_finished = bool(markers) and len(markers) > markers[0].chunk
-        if reason is None and has_finished and tag.channel != markers[0].channel:
-            reason = "it has finished after fewer steps than this rank"
-        return reason
+        if has_finished and tag.channel != markers[0].channel:
+            return "it has finished after fewer steps than this rank"
+        return None
 
     def timeout_error(self, wait: Wait, culprit: int, reason: str) -> CollectiveTimeoutError:
         """Builds the error of a wait that has reached its deadline."""
@@ -294,14 +312,6 @@ class Mailbox:
             f"rank {self._cluster.rank} has waited {time.monotonic() - wait.since_s:.1f} s for "
             f"{wait.name or 'data'} from {self._cluster.describe(wait.peer)} at {wait.tag}"
         )
-
-
-def _gone_error(cluster: Cluster, peer: int, tag: Tag, name: str, reason: str) -> PeerLostError:
-    return PeerLostError(
-        f"{cluster.describe(peer)} is gone at {tag} while rank {cluster.rank} waited for "
-        f"{name or 'its data'}: {reason}. Give all ranks the same number of steps",
-        **cluster.attributes(peer, step=tag.step, bucket=tag.bucket),
-    )
 
 
 def _key(peer: int, tag: Tag) -> tuple[int, ...]:

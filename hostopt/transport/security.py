@@ -62,8 +62,7 @@ def read_token(options: Options, environ: Mapping[str, str] | None = None) -> by
 def check_tls_dir(path: str | os.PathLike[str], host: str | None = None) -> datetime:
     """Checks that peers with the same CA would accept a certificate; returns when it expires.
 
-    Args:
-      host: name or IP address of this rank in TF_CONFIG, which the certificate must name.
+    The certificate must name the `host`, the name or IP address of this rank in TF_CONFIG.
     """
     tls = Tls(path)
     fault = tls.fault(host)

@@ -19,7 +19,7 @@ from hostopt.transport.addresses import is_loopback
 
 _LOOPBACK = b"lo\0"
 _MAX_DEVICE_BYTES = 16
-_ports: set[int] = set()  # ports of the servers of this process that children close
+closed_in_children: set[int] = set()  # ports of servers of this process
 
 
 def confine(port: int) -> None:
@@ -81,18 +81,8 @@ def _local_port(end: socket.socket) -> int | None:
     return int(end.getsockname()[1]) if is_tcp else None
 
 
-def keep_from_children(port: int) -> None:
-    """Makes forked children close the server at a port of this process, until `forget`."""
-    _ports.add(port)
-
-
-def forget(port: int) -> None:
-    """Reverts `keep_from_children`."""
-    _ports.discard(port)
-
-
 def _close_in_child() -> None:
-    if not _ports:
+    if not closed_in_children:
         return
     nothing = None
     with contextlib.suppress(OSError):  # no descriptor is left, so sockets are closed below
@@ -101,7 +91,7 @@ def _close_in_child() -> None:
         with contextlib.suppress(OSError):  # it is not a socket, or is closed already
             end = socket.socket(fileno=fd)
             try:
-                if _local_port(end) not in _ports:
+                if _local_port(end) not in closed_in_children:
                     continue
             finally:
                 end.detach()

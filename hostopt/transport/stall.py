@@ -11,8 +11,7 @@ to the rank that waits for nobody. That rank is to blame, not the direct predece
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
 from hostopt.cluster.cluster import Cluster
@@ -41,49 +40,34 @@ class Wait(NamedTuple):
     since_s: float  # on the monotonic clock
 
 
-@dataclass(eq=False)
-class Schedule:
-    """Times at which a wait is due for a comparison of calls, a warning or its end."""
+def schedule(
+    wait: Wait,
+    options: Options,
+    on_stall: Callable[[Wait, bool], object],
+    on_long_wait: Callable[[Wait], object],
+) -> Iterator[float]:
+    """Does what a wait is due for: comparisons of calls, warnings, its timeout.
 
-    _wait: Wait
-    _options: Options
-    _on_stall: Callable[[Wait, bool], object]
-    _on_long_wait: Callable[[Wait], object]
-    _grace_s: float
-
-    def __post_init__(self) -> None:
-        self._warn_after_s = self._options.stall_warning_s
-        self._compare_after_s = _COMPARE_AFTER_S
-        self._has_timed_out = False
-        self._grace_end_s: float | None = None
-
-    def is_in_grace(self) -> bool:
-        """Returns True until `grace_s` after the first call, when the peer had left."""
-        now_s = time.monotonic()
-        if self._grace_end_s is None:
-            self._grace_end_s = now_s + self._grace_s
-        return now_s < self._grace_end_s
-
-    def next_s(self) -> float | None:
-        """Does what is due; returns the seconds until its next call, None at the wait's end."""
-        waited_s = time.monotonic() - self._wait.since_s
-        timeout_s = self._options.collective_timeout_s
-        if waited_s >= timeout_s + _DIAGNOSIS_S:
-            return None
+    Yields the seconds until the next of them, at which it is to be resumed; ends with the wait.
+    """
+    warn_after_s, compare_after_s = options.stall_warning_s, _COMPARE_AFTER_S
+    timeout_s, has_timed_out = options.collective_timeout_s, False
+    while (waited_s := time.monotonic() - wait.since_s) < timeout_s + _DIAGNOSIS_S:
         if waited_s >= timeout_s:
-            if not self._has_timed_out:
-                self._has_timed_out = True
-                self._on_stall(self._wait, True)
-            return timeout_s + _DIAGNOSIS_S - waited_s
-        if waited_s >= self._warn_after_s:
-            self._on_stall(self._wait, False)
-            while waited_s >= self._warn_after_s:
-                self._warn_after_s *= 2
-        if waited_s >= self._compare_after_s:
-            self._on_long_wait(self._wait)
-            while waited_s >= self._compare_after_s:
-                self._compare_after_s *= 2
-        return min(self._warn_after_s, self._compare_after_s, timeout_s) - waited_s
+            if not has_timed_out:
+                has_timed_out = True
+                on_stall(wait, True)
+            yield timeout_s + _DIAGNOSIS_S - waited_s
+            continue
+        if waited_s >= warn_after_s:
+            on_stall(wait, False)
+            while waited_s >= warn_after_s:
+                warn_after_s *= 2
+        if waited_s >= compare_after_s:
+            on_long_wait(wait)
+            while waited_s >= compare_after_s:
+                compare_after_s *= 2
+        yield min(warn_after_s, compare_after_s, timeout_s) - waited_s
 
 
 class Culprit(NamedTuple):

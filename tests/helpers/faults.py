@@ -25,10 +25,9 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hostopt.collectives import host_memory
+from hostopt.collectives import shared_file
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.sequence_counters import SequenceCounters
-from hostopt.collectives.shared_file import SharedFile
 from hostopt.transport.grpc import ring as grpc_ring
 from hostopt.transport.grpc import server
 from hostopt.transport.grpc.grpc_stream import END_OF_STREAM
@@ -150,7 +149,7 @@ def set_ping_times(seconds: float) -> None:
 
 def share_memory_in(directory: str) -> None:
     """Creates shared memory in this directory; /dev/shm has files of other programs."""
-    host_memory.SharedFile = functools.partial(SharedFile, directory=directory)
+    shared_file.create = functools.partial(shared_file.create, directory=directory)
 
 
 def listen_at(address: str) -> None:

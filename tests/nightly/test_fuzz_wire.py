@@ -256,7 +256,7 @@ def test_a_frame_on_a_socket_touches_only_its_own_buffer(
 
     async def receive() -> None:
         caller, called = data_sockets()
-        with mailbox.destinations.offer(1, Tag(*TAG), memoryview(into)):
+        with mailbox.offer(1, Tag(*TAG), memoryview(into)):
             await caller.write([header, payload])
             caller.close()
             try:

@@ -157,7 +157,7 @@ def main() -> None:
         first = communicator.next_call()
         if communicator.size > 1:
             communicator.begin(first)
-            assert isinstance(communicator.network.group(first), MpiGroup)
+            assert isinstance(communicator.group(first), MpiGroup)
         all_of_them(communicator)
         mpi_group._PIECE_BYTES = 512 * communicator.size  # many pieces
         all_of_them(communicator.duplicate("in pieces"))

@@ -38,7 +38,7 @@ FASTEST = 60  # tests that run for each mutant, beside those of tests/training
 GROUPS = {
     "ring": """hostopt/collectives/ring.py hostopt/collectives/ring_schedule.py
         hostopt/collectives/communicator.py hostopt/collectives/host_memory.py
-        hostopt/collectives/recursive_doubling.py hostopt/collectives/shared_memory.py""",
+        hostopt/collectives/pairs.py hostopt/collectives/shared_memory.py""",
     "reducers": "hostopt/gradients/*reducer.py",
     "buckets": "hostopt/gradients/bucket.py",
     "exchange": "hostopt/gradients/fused_exchange.py hostopt/gradients/exchange_buffer.py",

@@ -30,7 +30,7 @@ from hostopt.collectives.call import Array, CollectiveCall, bytes_of
 from hostopt.collectives.mpi import runtime
 from hostopt.collectives.mpi.runtime import wait
 from hostopt.collectives.ring_schedule import chunk_slices
-from hostopt.collectives.wire_format import NoCompression, WireFormat
+from hostopt.collectives.wire_format import WireFormat, no_compression
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 from hostopt.transport.message import Tag
@@ -108,7 +108,7 @@ class MpiGroup:
         self._broadcast(call, bytes_of(flat), root)
 
     def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
-        """Gathers byte strings, whose lengths may differ; see `ring_all_gather_bytes`."""
+        """Gathers byte strings, whose lengths may differ; see `RingGroup.all_gather_bytes`."""
         lengths = self._begin(call, len(data), len(data))
         ends = list(itertools.accumulate(lengths))
         result = np.empty(ends[-1], np.uint8)
@@ -121,20 +121,12 @@ class MpiGroup:
         gathered[self._rank] = data
         return gathered
 
-    def all_to_all(self, call: CollectiveCall, parts: Sequence[Array]) -> tuple[Array, Array]:
-        """Sends part r of each rank to rank r; see `RingGroup.all_to_all`."""
-        self._begin(call, sum(part.nbytes for part in parts))
-        counts = np.zeros((self._size, self._size), np.int64)
-        counts[self._rank] = [len(part) for part in parts]
-        self._gather(call, bytes_of(counts), [counts[0].nbytes] * self._size)
-        own = parts[self._rank]
-        received = counts[:, self._rank].copy()
-        result = np.empty((int(received.sum()), *own.shape[1:]), own.dtype)
-        ends = np.cumsum(received)
-        slots = [bytes_of(result[end - count : end]) for end, count in zip(ends, received)]
-        row_bytes = own.itemsize * int(np.prod(own.shape[1:], dtype=np.int64))
-        self._exchange(call, list(map(bytes_of, parts)), slots, int(counts.max()) * row_bytes)
-        return result, received
+    def exchange(
+        self, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array], most: int
+    ) -> None:
+        """Sends part r of each rank to rank r; see `RingGroup.exchange`."""
+        self._begin(call, sum(map(len, parts)))
+        self._exchange(call, parts, slots, most)
 
     # -- steps of the collectives -----------------------------------------------------------
 
@@ -202,7 +194,7 @@ class MpiGroup:
         With a wire format, the values that are sent are rounded, and the reduction is in float32.
         The rank that reduces a chunk also keeps the rounded result, so all have the same bits.
         """
-        wire = self._wire_format or NoCompression(flat.dtype)
+        wire = self._wire_format or no_compression(flat.dtype)
         slices = chunk_slices(flat.size, self._size)
         own = flat[slices[self._rank]]
         encoded = wire.encode(flat)
@@ -235,7 +227,7 @@ class MpiGroup:
             self._wait(call, request, "broadcast", piece)
 
     def _exchange(
-        self, call: CollectiveCall, parts: list[Array], slots: list[Array], most: int
+        self, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array], most: int
     ) -> None:
         """Sends part r to rank r, and receives from each rank into its slot."""
         # `most` is the length of the longest part of any rank, so all make the same calls of MPI

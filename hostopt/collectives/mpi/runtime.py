@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 # Time of polling without sleep: a rank that sleeps wakes up late, and then the others wait for it.
 _SPIN_S, _SPIN_S_PER_BYTE = 2e-3, 5e-9
 _POLLS = 16  # about 5 us, between offers of the core to other threads
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 200e-6
+_LONGEST_SLEEP_S = 200e-6
 # Time in which the call of a rank arrives that has left since.
 _GRACE_S, _GRACE_S_PER_BYTE = 1.0, 1e-8
 _CAUSE_S = 2.0  # time in which the ring notices why MPI has failed
@@ -224,13 +224,9 @@ def _poll(
     transport: Transport, call: CollectiveCall, request: Any, phase: str, grace_s: float
 ) -> None:
     previous = (transport.rank - 1) % transport.size
-    pause_s = _SHORTEST_SLEEP_S
-    name = call.in_phase(phase)
-    with transport.mailbox.waiting(previous, call.tag(), name, grace_s) as check:
-        while not request.Test():
-            check()
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LONGEST_SLEEP_S)
+    transport.mailbox.poll(
+        previous, call.tag(), call.in_phase(phase), request.Test, _LONGEST_SLEEP_S, grace_s
+    )
 
 
 def _cause(transport: Transport, call: CollectiveCall, error: Exception) -> HostOptError:

@@ -25,7 +25,7 @@ from hostopt.collectives.call import Channel, CollectiveCall
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.mpi import runtime
 from hostopt.collectives.mpi.runtime import wait
-from hostopt.collectives.ring import ring_all_gather_bytes
+from hostopt.collectives.ring import all_gather_texts
 from hostopt.errors import ConfigError, RendezvousTimeoutError
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
@@ -45,21 +45,18 @@ class World:
         self._lock = threading.Lock()  # held on rank 0 during [M2] to [M4]
         self._count = 0
 
-    def open(self, call: CollectiveCall) -> tuple[Any, Any] | None:
-        """Opens two communicators of MPI. Collective: all ranks must call it.
+    def open(self, opening: Channel, call: CollectiveCall) -> tuple[Any, Any] | None:
+        """Opens two communicators of MPI for a call. Collective: all ranks must call it.
 
-        Args:
-          call: the first call on the channel, begun, whose messages no other collective uses.
-
-        Returns:
-          The communicators; None if a rank has too many.
+        The `opening` channel has the messages for this. Returns None if a rank has too many.
         """
-        may_open = self._count < _MAX_CHANNELS
-        if not all(event_loop.run(self._agree(call, 0, may_open))):  # [M1]
+        name = call.signature.text
+        problem = "" if self._count < _MAX_CHANNELS else "too many"
+        if any(all_gather_texts(opening, problem, name)):  # [M1]
             return None
-        with self._turn(call):  # [M2]
+        with self._turn(opening, name):  # [M2]
             opened = self._duplicate(call), self._duplicate(call)  # [M3]
-            event_loop.run(self._agree(call, 1, True))  # [M4]
+            all_gather_texts(opening, "", name)  # [M4]
         self._count += 1
         return opened
 
@@ -68,32 +65,20 @@ class World:
         wait(self._transport, call, request, "opening a communicator")
         return communicator
 
-    async def _agree(self, call: CollectiveCall, number: int, flag: bool) -> list[bool]:
-        """Gathers a flag of each rank, in messages that no ring collective uses."""
-        messages = CallMessages(self._transport, call)
-        rank, size = self._transport.rank, self._transport.size
-        flags = [flag]
-        for index in range(size - 1):
-            tag = call.tag(_first_round(size, number) + index)
-            await messages.send((rank + 1) % size, tag, bytes([flags[-1]]), "agreement")
-            received = await messages.receive((rank - 1) % size, tag, "agreement")
-            flags.append(bool(received[0]))
-        return flags
-
     @contextlib.contextmanager
-    def _turn(self, call: CollectiveCall) -> Iterator[None]:
-        messages, size = CallMessages(self._transport, call), self._transport.size
-        tag = call.tag(_first_round(size, 2))
+    def _turn(self, opening: Channel, name: str) -> Iterator[None]:
+        call = opening.begin_call("turn", name)
+        messages = CallMessages(self._transport, call)
         if self._transport.rank:
-            event_loop.run(messages.receive(0, tag, "turn"))
+            event_loop.run(messages.receive(0, call.tag(), "turn"))
             yield
             return
         while not self._lock.acquire(timeout=_POLL_S):  # its holder has deadlines
             if self._transport.error is not None:
                 raise self._transport.error
         try:
-            for peer in range(1, size):
-                event_loop.run(messages.send(peer, tag, b"", "turn"))
+            for peer in range(1, self._transport.size):
+                event_loop.run(messages.send(peer, call.tag(), b"", "turn"))
             yield
         finally:
             self._lock.release()
@@ -120,10 +105,9 @@ def _find_ranks(channel: Channel) -> list[int]:
     """Returns the number of each rank in MPI_COMM_WORLD."""
     world = runtime.load().COMM_WORLD
     local = {"rank": world.rank, "size": world.size, "library": runtime.library_version()}
-    call = channel.begin_call("all_gather_bytes", "the ranks of MPI")
-    data = memoryview(json.dumps(local).encode())
-    texts = ring_all_gather_bytes(channel.transport, call, data)
-    places = [json.loads(bytes(text)) for text in texts]
+    places = list(
+        map(json.loads, all_gather_texts(channel, json.dumps(local), "the ranks of MPI"))
+    )
     ranks = [int(place["rank"]) for place in places]
     is_same = all({**place, "rank": 0} == {**places[0], "rank": 0} for place in places)
     if not is_same or len(set(ranks)) < len(ranks):
@@ -153,8 +137,3 @@ def _wait(transport: Transport, future: concurrent.futures.Future[Any], name: st
                 **transport.cluster.attributes(transport.rank),
             )
     return future.result()
-
-
-def _first_round(size: int, number: int) -> int:
-    """Returns the first round of messages after those of all ring collectives."""
-    return (2 + number) * size

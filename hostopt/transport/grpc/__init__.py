@@ -1,3 +1,1 @@
 """The gRPC transport."""
-
-from __future__ import annotations

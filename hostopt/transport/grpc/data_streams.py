@@ -28,7 +28,6 @@ from hostopt.transport.tcp.socket_stream import RECEIVED_ALL, SocketStream, rece
 
 _log = logging.getLogger(__name__)
 
-_HAS_LEFT = "it has closed its communicator"
 OnBroken = Callable[[int, str], Coroutine[Any, Any, None]]  # called with a peer and the reason
 
 
@@ -60,7 +59,8 @@ class OutgoingStreams:
         """
         key = peer, event_loop.current()
         if key not in self._streams:
-            has_socket = self._peers.data_ports.get(peer, 0) and not self._is_unreachable(*key)
+            target = self._peers.incarnations.get(peer), event_loop.current()
+            has_socket = self._peers.data_ports.get(peer, 0) and target not in self._unreachable
             if not has_socket and event_loop.current():
                 return None
             self._streams[key] = (self._open_socket if has_socket else self._open_grpc)(peer)
@@ -110,9 +110,6 @@ class OutgoingStreams:
             if since_s is not None:
                 blocked[peer] = min(since_s, blocked.get(peer, since_s))
         return blocked
-
-    def _is_unreachable(self, peer: int, loop: int) -> bool:
-        return (self._peers.incarnations[peer], loop) in self._unreachable
 
     def _writer(self) -> FrameWriter:
         return FrameWriter(self._peers.origin(self._peers.rank), self._has_checksum)
@@ -204,12 +201,12 @@ class IncomingStreams:
             )
             return
         self._peers.data_port = self._data_server.port
-        server_sockets.keep_from_children(self._data_server.port)
+        server_sockets.closed_in_children.add(self._data_server.port)
 
     async def stop(self, grace_s: float) -> None:
         """Closes the data port; peers have `grace_s` for their last frames."""
         await self._data_server.stop(grace_s)
-        server_sockets.forget(self._data_server.port)
+        server_sockets.closed_in_children.discard(self._data_server.port)
 
     async def on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
         """Receives the frames of a peer in gRPC messages until its stream ends."""
@@ -226,7 +223,7 @@ class IncomingStreams:
             await context.send_initial_metadata((ACCEPTED,))  # the peer waits for it
             while (data := await context.read()) is not grpc.aio.EOF:
                 if data == END_OF_STREAM:
-                    self._ring.mailbox.mark_left(peer, _HAS_LEFT)
+                    self._ring.mailbox.mark_left(peer)
                 elif (message := reader.read(data)) is not None:
                     self._ring.mailbox.put(peer, *message)
         except ProtocolError as error:
@@ -267,7 +264,7 @@ class IncomingStreams:
             if not await receive_frames(connection, reader, self._ring.mailbox, peer, most_bytes):
                 return False
             if event_loop.current() == 0:  # the peer ends its other streams before
-                self._ring.mailbox.mark_left(peer, _HAS_LEFT)
+                self._ring.mailbox.mark_left(peer)
             await connection.write([RECEIVED_ALL])
             return True
         finally:

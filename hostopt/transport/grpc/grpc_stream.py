@@ -27,12 +27,7 @@ _QUEUED_FRAMES = 4
 
 
 class GrpcStream(Stream):
-    """Frames to one peer, written one by one from a short queue; used on the event loop.
-
-    Args:
-      channel: connection to the peer for this stream alone.
-      timeout_s: time that a full queue may make no progress.
-    """
+    """Frames to one peer, written one by one from a short queue, on a `channel` of their own."""
 
     def __init__(
         self,
@@ -42,11 +37,9 @@ class GrpcStream(Stream):
         timeout_s: float,
         on_broken: Callable[[str], Awaitable[None]],
     ) -> None:
-        super().__init__()
-        self._writer = writer
+        super().__init__(writer, timeout_s)
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
         self._room = asyncio.Semaphore(_QUEUED_FRAMES)
-        self._timeout_s = timeout_s
         self._channel = channel
         self._call = call
         self._accepted = asyncio.ensure_future(self._is_accepted())

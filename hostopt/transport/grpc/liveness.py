@@ -250,7 +250,7 @@ class Departure:
         if error is not None:
             self._ring.abort(error)  # also sends it on, as the sender may not reach all ranks
             return b""
-        self._ring.mailbox.mark_left(sender, "it has closed its communicator")
+        self._ring.mailbox.mark_left(sender)
         self._streams.cancel(sender)  # the peer takes no more frames
         return b""
 

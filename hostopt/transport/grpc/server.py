@@ -67,11 +67,7 @@ class RpcServer:
     async def start(
         self, service: str, on_stream: Any, on_observe: Handler, **handlers: Handler
     ) -> None:
-        """Listens at this rank's address and begins to answer calls.
-
-        Args:
-          on_stream: takes a stream of frames, and calls `admit_stream` first.
-        """
+        """Listens at this rank's address; `on_stream` calls `admit_stream` first."""
         cluster = self._peers.cluster
         self._unknown = asyncio.Semaphore(limits.UNKNOWN_REQUESTS)
         keep_aio_running()
@@ -96,7 +92,7 @@ class RpcServer:
                 "choose another port in TF_CONFIG on all ranks",
                 **cluster.attributes(self._peers.rank),
             )
-        server_sockets.keep_from_children(self._port)
+        server_sockets.closed_in_children.add(self._port)
         await self._server.start()
         self._guard = asyncio.ensure_future(self.strangers.watch(address, self._port))
 
@@ -121,7 +117,7 @@ class RpcServer:
             stopped = self._server.stop(grace_s)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stopped, 2 * self._ring.timing.leave_timeout_s)
-        server_sockets.forget(self._port)
+        server_sockets.closed_in_children.discard(self._port)
 
     def _method(
         self, name: str, authenticator: Authenticator, handler: Handler

@@ -80,11 +80,7 @@ class Strangers:
         return peers
 
     async def watch(self, address: str, port: int) -> None:
-        """Closes connections of strangers until this coroutine is cancelled.
-
-        Args:
-          address: numeric address and port that the server was asked to listen at.
-        """
+        """Closes connections of strangers to a numeric address until it is cancelled."""
         try:
             # opened now, as there may be no descriptor left later
             with _Probe(host_and_port(address)[0], port) as probe:

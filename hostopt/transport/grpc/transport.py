@@ -23,12 +23,9 @@ from hostopt.errors import (
     CollectiveTimeoutError,
     HostOptError,
     PeerLostError,
-    ResourceError,
 )
 from hostopt.options import Options
-from hostopt.process import descriptors
 from hostopt.process.child_process import call_at_exit, cancel_at_exit
-from hostopt.process.error_report import cause_of
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 from hostopt.transport.frame import HEADER_BYTES
@@ -51,8 +48,7 @@ from hostopt.transport.stall import Status
 class GrpcTransport(Transport):
     """One rank of a ring over gRPC. The constructor returns once all peers are connected.
 
-    Args:
-      service: name of the gRPC service; ranks with different names do not connect.
+    Ranks with different names of the gRPC `service` do not connect.
     """
 
     def __init__(self, cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> None:
@@ -185,18 +181,9 @@ class GrpcTransport(Transport):
 
     # -- end -------------------------------------------------------------------------------
 
-    def abort(self, error: BaseException) -> None:
-        """See `Transport.abort`."""
+    def _abort(self, error: HostOptError) -> None:
         if os.getpid() != self._pid:  # a child of fork(), which has no event loop
             return
-        if not isinstance(error, HostOptError):
-            is_out, cause = descriptors.is_out(error), cause_of(error)
-            text = descriptors.advice(error) if is_out else f"Root cause: {cause}"
-            error = (ResourceError if is_out else PeerLostError)(
-                f"{self.cluster.describe(self.rank)} stopped with an error. {text}",
-                **self.cluster.attributes(self.rank),
-                root_cause=cause,
-            )
         with self._ending:
             if not self._closed and self.mailbox.fail(error):
                 self._departure.send_error(error)

@@ -37,6 +37,7 @@ class DataServer:
     def __post_init__(self) -> None:
         self._context: ssl.SSLContext | None = None
         self._listener: socket.socket | None = None
+        self._accepting: asyncio.Future[None]
         self._strangers: set[DataSocket] = set()
         self._receiving: set[asyncio.Future[None]] = set()
         self._has_warned = False
@@ -51,12 +52,13 @@ class DataServer:
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        self._resume()
+        self._accepting = asyncio.ensure_future(self._accept_all())
 
     async def stop(self, grace_s: float) -> None:
         """Stops listening; peers have `grace_s` for their last frames."""
         if self._listener is None:
             return
+        self._accepting.cancel()
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
         self._listener = None
@@ -67,28 +69,20 @@ class DataServer:
         for each in list(self._receiving):
             each.cancel()
 
-    def _resume(self) -> None:
-        if self._listener is not None:
-            asyncio.get_running_loop().add_reader(self._listener, self._accept)
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            connected, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:  # no descriptor is left: the connection stays in the backlog
-            _log.debug("a data connection waits: %s", error)
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(self._listener)
-            loop.call_later(_PAUSE_S, self._resume)
-            return
-        if len(self._strangers) >= self._most_strangers:
-            connected.close()
-            return
-        receiving = asyncio.ensure_future(self._serve(DataSocket(connected)))
-        self._receiving.add(receiving)
-        receiving.add_done_callback(self._receiving.discard)
+    async def _accept_all(self) -> None:
+        while self._listener is not None:
+            try:
+                connected, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError as error:  # no descriptor is left: the connection stays in the backlog
+                _log.debug("a data connection waits: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if len(self._strangers) >= self._most_strangers:
+                connected.close()
+                continue
+            receiving = asyncio.ensure_future(self._serve(DataSocket(connected)))
+            self._receiving.add(receiving)
+            receiving.add_done_callback(self._receiving.discard)
 
     async def _serve(self, connection: DataSocket) -> None:
         self._strangers.add(connection)

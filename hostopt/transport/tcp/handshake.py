@@ -39,11 +39,7 @@ class HandshakeError(ConnectionError):
 async def introduce(
     connection: DataSocket, caller: Identity, called: Identity, security: Security, stream: int = 0
 ) -> None:
-    """Proves to a peer that this rank calls it, and checks that it is the peer.
-
-    Args:
-      stream: number of the stream that the connection is for.
-    """
+    """Proves to a peer that this rank calls it for a stream, and checks that it is the peer."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     incarnations = (int(each.incarnation, 16) for each in (caller, called))
     greeting = _GREETING.pack(_MAGIC, WIRE_VERSION, caller.rank, stream, *incarnations, nonce)
@@ -67,11 +63,7 @@ async def identify(
     incarnation_of: Callable[[int], str | None],
     security: Security,
 ) -> tuple[int, int]:
-    """Checks that a connection comes from a peer; `accept` must follow.
-
-    Returns:
-      The rank of the peer, and the number of its stream.
-    """
+    """Returns the rank and the stream of the peer that connects; `accept` must follow."""
     greeting = await connection.read_exactly(_GREETING.size)
     magic, version, rank, stream, from_, to, _ = _GREETING.unpack(greeting)
     if magic != _MAGIC or version != WIRE_VERSION:

@@ -28,9 +28,7 @@ class SocketStream(Stream):
         on_unreachable: Callable[[str], None],
         on_broken: Callable[[str], Awaitable[None]],
     ) -> None:
-        super().__init__()
-        self._writer = writer
-        self._timeout_s = timeout_s
+        super().__init__(writer, timeout_s)
         self._turn = asyncio.Lock()  # held while a frame is written
         self._socket: DataSocket | None = None
         self._completing: asyncio.Future[None] | None = None
@@ -155,7 +153,7 @@ async def receive_frames(
             header.check(b"")
             return True
         if is_new:
-            destination = mailbox.destinations.of(peer, header.tag, header.length)
+            destination = mailbox.destination(peer, header.tag, header.length)
         else:
             destination = Destination(memoryview(bytearray(header.length)))
         if not await _fill(destination, connection, mailbox):

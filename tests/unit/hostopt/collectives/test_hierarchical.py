@@ -11,10 +11,10 @@ import pytest
 from chunk_bits import check_chunks
 from rings import Spawn
 
-from hostopt.collectives import chunks
+from hostopt.collectives import chunks, host_memory
 from hostopt.collectives.call import CollectiveCall
 from hostopt.collectives.communicator import Communicator
-from hostopt.collectives.host_memory import open_hierarchical
+from hostopt.collectives.host_memory import HostMemory
 from hostopt.collectives.hosts import Hosts
 from hostopt.collectives.ring_schedule import chunk_slices
 from hostopt.collectives.wire_format import new_wire_format
@@ -82,17 +82,23 @@ def reference(groups: list[tuple[int, ...]], length: int, compression: str | Non
 )
 @pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
 def test_results_have_the_defined_bits(
-    spawn_inproc: Spawn, groups: list[tuple[int, ...]], compression: str | None
+    spawn_inproc: Spawn,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: list[tuple[int, ...]],
+    compression: str | None,
 ) -> None:
+    monkeypatch.setattr(host_memory, "SMALL_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 4096)
     hosts = Hosts(tuple(groups))
     size = sum(map(len, groups))
 
     def work(communicator: Communicator) -> None:
-        hierarchical = open_hierarchical(communicator.duplicate(), hosts, 4096)
-        assert hierarchical is not None
+        memory = HostMemory(communicator.duplicate(), hosts)
         for step, length in enumerate([0, 1, 5, 1024, 1025, 3001]):
             local = values(communicator.rank, length)
             wire_format = new_wire_format(compression)
+            hierarchical = memory.hierarchical(local.nbytes)
+            assert hierarchical is not None
             hierarchical.all_reduce(local, np.add, CollectiveCall(7, step), wire_format)
             np.testing.assert_array_equal(local, reference(groups, length, compression))
 

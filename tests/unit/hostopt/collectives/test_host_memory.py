@@ -14,7 +14,6 @@ from hostopt.collectives.host_memory import (
     HierarchicalAllReduce,
     HostMemory,
     find_hosts,
-    open_hierarchical,
 )
 from hostopt.collectives.hosts import Hosts
 from hostopt.errors import ConfigError
@@ -73,9 +72,13 @@ def test_without_free_memory_grpc_is_used(
     assert "--shm-size" in message
 
 
-def test_without_free_memory_shm_is_an_error(spawn_inproc: Spawn) -> None:
+def test_without_free_memory_shm_is_an_error(
+    spawn_inproc: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "BLOCK_BYTES", TOO_MUCH_BYTES)
+
     def work(communicator: Communicator) -> HierarchicalAllReduce | None:
-        return open_hierarchical(communicator, Hosts(((0, 1),)), TOO_MUCH_BYTES)
+        return HostMemory(communicator, Hosts(((0, 1),))).hierarchical(TOO_MUCH_BYTES)
 
     with pytest.raises(ConfigError, match="'shm', but memory cannot be shared: rank 0"):
         spawn_inproc(2, work, communication="shm")
@@ -88,7 +91,7 @@ def test_memory_that_a_rank_cannot_map_is_not_used(
     monkeypatch.setattr(shared_file, "attach", lambda path, nbytes: attach(path + "-x", nbytes))
 
     def work(communicator: Communicator) -> HierarchicalAllReduce | None:
-        return open_hierarchical(communicator, Hosts(((0, 1),)), 4096)
+        return HostMemory(communicator, Hosts(((0, 1),))).hierarchical(4096)
 
     assert spawn_inproc(2, work) == [None, None]
     assert "rank 1 (worker:1, inproc:1): /dev/shm/hostopt-" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 from rings import Spawn
 
 from hostopt.collectives.communicator import Communicator
-from hostopt.collectives.recursive_doubling import MOST_BYTES
+from hostopt.collectives.pairs import SMALL_BYTES
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import CollectiveMismatchError
 
@@ -46,7 +46,7 @@ def test_all_ranks_get_the_same_bits(spawn_inproc: Spawn, size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    ("nbytes", "is_small"), [(0, True), (MOST_BYTES, True), (MOST_BYTES + 4, False)]
+    ("nbytes", "is_small"), [(0, True), (SMALL_BYTES, True), (SMALL_BYTES + 4, False)]
 )
 def test_number_of_messages(spawn_inproc: Spawn, size: int, nbytes: int, is_small: bool) -> None:
     def work(communicator: Communicator) -> int:
@@ -58,7 +58,7 @@ def test_number_of_messages(spawn_inproc: Spawn, size: int, nbytes: int, is_smal
     messages = spawn_inproc(size, work)
     if is_small:
         assert max(messages) <= math.floor(math.log2(size)) + 1
-    elif size in (4, 8):  # see collectives.halving
+    elif size in (4, 8):  # see collectives.pairs
         assert {*messages} == {2 * math.log2(size)}
     else:
         assert min(messages) >= 2 * (size - 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hostopt.collectives.shared_file import SharedFile, attach, remove_stale
+from hostopt.collectives.shared_file import attach, create, remove_stale
 
 
 def names(directory: Path) -> list[str]:
@@ -18,32 +18,28 @@ def names(directory: Path) -> list[str]:
 
 
 def test_data_written_by_one_process_are_read_by_the_other(tmp_path: Path) -> None:
-    file = SharedFile(8192, str(tmp_path))
-    other = attach(file.path, 8192)
-    file.unlink()
+    with create(8192, str(tmp_path)) as (path, memory):
+        other = attach(path, 8192)
     assert names(tmp_path) == []
-    file.memory[8000:8003] = b"abc"
+    memory[8000:8003] = b"abc"
     assert other[8000:8003] == b"abc"
     assert other[0:1] == b"\0"
 
 
 def test_only_this_user_may_open_it(tmp_path: Path) -> None:
-    file = SharedFile(4096, str(tmp_path))
-    assert os.stat(file.path).st_mode & 0o077 == 0
-    file.unlink()
+    with create(4096, str(tmp_path)) as (path, _):
+        assert os.stat(path).st_mode & 0o077 == 0
 
 
 def test_too_much_memory_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(OSError):
-        SharedFile(1 << 50, str(tmp_path))
+    with pytest.raises(OSError), create(1 << 50, str(tmp_path)):
+        pass
     assert names(tmp_path) == []
 
 
 def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
-    file = SharedFile(4096, str(tmp_path))
-    with pytest.raises(ValueError):
-        attach(file.path, 8192)
-    file.unlink()
+    with create(4096, str(tmp_path)) as (path, _), pytest.raises(ValueError):
+        attach(path, 8192)
 
 
 def make_old(path: Path) -> None:
@@ -52,8 +48,8 @@ def make_old(path: Path) -> None:
 
 def test_a_file_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
     code = (
-        "import sys; from hostopt.collectives.shared_file import SharedFile\n"
-        f"file = SharedFile(4096, {str(tmp_path)!r}); print(flush=True); sys.stdin.read()"
+        "import sys; from hostopt.collectives.shared_file import create\n"
+        f"with create(4096, {str(tmp_path)!r}): print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -66,7 +66,8 @@ def run_exchange(
         values = [values.reshape(-1, math.prod(values.shape[1:])) for _, values in own]
         indices = np.concatenate([indices for indices, _ in own])
         rows.append(Rows(counts, indices, np.concatenate(values)))
-    arrays, sums = exchange.run(dense, rows, weight)
+    result = exchange.run(dense, rows, weight)
+    arrays, sums = result.arrays, result.rows
     results: dict[int, tuple[np.ndarray, ...]] = {}
     for kind, (counts, indices, values) in zip(exchange.kinds, sums):
         edges = np.cumsum(counts)[:-1]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rings import Spawn
 
-from hostopt.collectives import host_memory
+from hostopt.collectives import shared_file
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import PeerLostError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
@@ -129,17 +129,17 @@ def test_sums_that_other_ranks_read_cannot_be_changed(spawn_shm: Spawn) -> None:
 def test_without_memory_for_shared_sums_each_rank_allocates_local_sums(
     spawn_shm: Spawn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Small(host_memory.SharedFile):
-        """Provides memory for channels, and for one slot of bucket 0."""
-
-        def __init__(self, nbytes: int) -> None:
-            opened.append(nbytes)
-            if opened.count(BUCKETS[0].buffer_bytes) > 1:
-                raise OSError(28, "No space left on device")
-            super().__init__(nbytes)
-
     opened: list[int] = []
-    monkeypatch.setattr(host_memory, "SharedFile", Small)
+    create = shared_file.create
+
+    def create_small(nbytes: int) -> Any:
+        """Provides memory for channels, and for one slot of bucket 0."""
+        opened.append(nbytes)
+        if opened.count(BUCKETS[0].buffer_bytes) > 1:
+            raise OSError(28, "No space left on device")
+        return create(nbytes)
+
+    monkeypatch.setattr(shared_file, "create", create_small)
 
     def work(communicator: Communicator) -> None:
         reducer = InlineReducer(communicator, BUCKETS, NonFiniteCheck(communicator))

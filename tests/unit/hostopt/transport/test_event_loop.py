@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -82,6 +83,27 @@ def test_nothing_runs_after_an_error_on_one_of_the_loops(failing: int) -> None:
     with pytest.raises(ValueError, match="no more flour"):
         event_loop.run(event_loop.run_on_loops(coroutines))
     assert ended == ["work"]
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_the_first_of_several_errors_is_raised(
+    caplog: pytest.LogCaptureFixture, failing: int
+) -> None:
+    async def fail() -> None:
+        raise ValueError("no more flour")
+
+    async def fail_at_its_end() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            raise ValueError("no more salt")
+
+    works = sorted({failing: fail, 3 - failing: fail_at_its_end}.items())
+    with pytest.raises(ValueError, match="no more flour"):
+        event_loop.run(event_loop.run_on_loops({number: work() for number, work in works}))
+    gc.collect()
+    event_loop.run(asyncio.sleep(0))
+    assert caplog.records == []  # asyncio logs errors that nobody has retrieved
 
 
 def test_the_end_of_the_caller_ends_all() -> None:

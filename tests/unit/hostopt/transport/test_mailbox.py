@@ -64,7 +64,7 @@ def test_a_message_may_arrive_during_the_wait() -> None:
 def test_messages_of_a_peer_that_has_left_can_be_taken_but_no_more() -> None:
     box, _ = new_mailbox()
     box.put(1, TAG, memoryview(b"flour"))
-    box.mark_left(1, "it has closed its communicator")
+    box.mark_left(1)
     assert box.has_left(1)
     take(box)
     with pytest.raises(PeerLostError, match=r"rank 1 .* is gone .* it has closed") as caught:
@@ -77,7 +77,7 @@ def test_a_wait_may_outlast_the_departure_of_the_peer(monkeypatch: pytest.Monkey
     now_s = 0.0
     monkeypatch.setattr(mailbox.time, "monotonic", lambda: now_s)
     box, _ = new_mailbox()
-    box.mark_left(1, "it has closed its communicator")
+    box.mark_left(1)
     with box.waiting(1, TAG, "bread", grace_s=1.0) as check:
         check()
         now_s = 0.9
@@ -121,7 +121,7 @@ def test_an_outdated_finish_marker_is_ignored() -> None:
 def test_forget_removes_messages_and_notes() -> None:
     box, _ = new_mailbox()
     box.put(1, TAG, memoryview(b"flour"))
-    box.mark_left(1, "it has closed its communicator")
+    box.mark_left(1)
     box.forget(1)
     assert not box.has_left(1)
     assert not box._messages
@@ -190,7 +190,7 @@ def test_a_listener_receives_the_messages_of_its_channel_and_departures() -> Non
     box.put(1, TAG, memoryview(b"flour"))
     box.listen(9, listener)
     box.put(1, Tag(9, 1), memoryview(b"late"))
-    box.mark_left(1, "it is done")
+    box.mark_left(1)
     assert heard == [(1, b"early"), (1, b"late"), (1, b"left")]
     assert take(box)[1] == b"flour"
     box.listen(9, listener)

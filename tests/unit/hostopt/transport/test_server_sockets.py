@@ -47,13 +47,13 @@ def test_server_and_accepted_connections_are_closed(host: str) -> None:
     ):
         port = server.getsockname()[1]
         others = (caller, of_the_user, local)
-        server_sockets.keep_from_children(port)
+        server_sockets.closed_in_children.add(port)
         try:
             assert in_child(lambda: not is_socket(server) and not is_socket(accepted))
             assert in_child(lambda: all(map(is_socket, others)))
             assert in_child(lambda: not os.get_inheritable(server.fileno()))
         finally:
-            server_sockets.forget(port)
+            server_sockets.closed_in_children.discard(port)
         assert in_child(lambda: is_socket(server) and is_socket(accepted))
         caller.sendall(b"still here")  # nothing was shut down
         assert accepted.recv(10) == b"still here"
@@ -63,11 +63,11 @@ def test_sockets_are_closed_without_proc(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(descriptors, "_OPEN", "/nothing/here")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as other:
         port = server.getsockname()[1]
-        server_sockets.keep_from_children(port)
+        server_sockets.closed_in_children.add(port)
         try:
             assert in_child(lambda: not is_socket(server) and is_socket(other))
         finally:
-            server_sockets.forget(port)
+            server_sockets.closed_in_children.discard(port)
 
 
 def test_sockets_are_closed_without_free_descriptors() -> None:
@@ -78,8 +78,8 @@ def test_sockets_are_closed_without_free_descriptors() -> None:
         contextlib.ExitStack() as stack,
     ):
         port = server.getsockname()[1]
-        server_sockets.keep_from_children(port)
-        stack.callback(server_sockets.forget, port)
+        server_sockets.closed_in_children.add(port)
+        stack.callback(server_sockets.closed_in_children.discard, port)
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         most = max(server.fileno(), other.fileno()) + 1
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -11,7 +11,7 @@ from rings import Spawn
 
 from hostopt.collectives import chunks
 from hostopt.collectives.communicator import Communicator
-from hostopt.collectives.halving import MOST_BYTES
+from hostopt.collectives.pairs import MEDIUM_BYTES
 from hostopt.errors import CollectiveMismatchError
 
 SIZES = [4, 8]
@@ -66,17 +66,17 @@ def test_it_sends_the_least_bytes_in_few_messages(spawn_inproc: Spawn, size: int
     def work(communicator: Communicator) -> None:
         traffic = communicator.transport.traffic
         before = traffic.messages, traffic.payload_bytes
-        total = communicator.all_reduce(np.ones(MOST_BYTES // 4, np.float32))
+        total = communicator.all_reduce(np.ones(MEDIUM_BYTES // 4, np.float32))
         assert (total == size).all()
         assert traffic.messages - before[0] == 2 * math.log2(size)
-        assert traffic.payload_bytes - before[1] == 2 * (size - 1) * MOST_BYTES // size
+        assert traffic.payload_bytes - before[1] == 2 * (size - 1) * MEDIUM_BYTES // size
 
     spawn_inproc(size, work)
 
 
 def test_more_goes_over_the_ring(spawn_inproc: Spawn) -> None:
     def work(communicator: Communicator) -> None:
-        total = communicator.all_reduce(np.ones(MOST_BYTES // 4 + 1, np.float32))
+        total = communicator.all_reduce(np.ones(MEDIUM_BYTES // 4 + 1, np.float32))
         assert (total == 4).all()
         assert communicator.transport.traffic.messages >= 2 * 3
 

@@ -1,8 +1,21 @@
-"""Reduce-scatter by recursive halving, and all-gather by recursive doubling, of 2**k ranks.
+"""Exchanges of pairs of ranks: doubling for small arrays, halving and doubling for medium ones.
 
-In each round of the reduce-scatter, a rank exchanges half of the chunks that it still reduces with
-a partner, and adds what it receives to the other half. The distance of the partner halves each
-time. With 4 ranks, each entry is the chunks that a rank still reduces:
+**Recursive doubling** all-reduces in log2(size) rounds instead of 2 (size - 1). In round i, rank r
+exchanges its sum with rank r XOR 2**i. With 4 ranks, each entry is the ranks whose values the sum
+contains:
+
+    round    r0      r1      r2      r3
+      0      01      01      23      23
+      1      0123    0123    0123    0123
+
+If the number of ranks is not a power of two, the first `extra` odd ranks hand their values to
+their even neighbours before, and get the result from them afterwards. Each rank sends log2(size)
+times the array, so larger arrays are reduced in another way.
+
+**Recursive halving**, of 2**k ranks, is a reduce-scatter. In each round, a rank exchanges half of
+the chunks that it still reduces with a partner, and adds what it receives to the other half. The
+distance of the partner halves each time. With 4 ranks, each entry is the chunks that a rank still
+reduces:
 
     distance    r0      r1      r2      r3
                 0123    0123    0123    0123
@@ -27,12 +40,12 @@ import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.messages import CallMessages
-from hostopt.collectives.ring_schedule import SEGMENTS_AHEAD, chunk_slices
+from hostopt.collectives.ring_schedule import SEGMENTS_AHEAD, Round, chunk_slices
 from hostopt.collectives.streams import Stripe
 from hostopt.transport.base import Transport
 
-# Up to this size, halving of 4 and 8 ranks is faster than the ring.
-MOST_BYTES = 4 << 20
+# Up to these sizes, doubling, and halving of 4 and 8 ranks, are faster than the ring.
+SMALL_BYTES, MEDIUM_BYTES = 64 << 10, 4 << 20
 
 Parts = list[Array]  # of a stream's stripes, each contiguous
 
@@ -45,7 +58,19 @@ class _Step(NamedTuple):
     other: Parts  # what the partner does
 
 
-class Halving:
+def partners(index: int, size: int) -> list[int]:
+    """Returns the positions that a position exchanges small arrays with, in order of rounds."""
+    rounds = size.bit_length() - 1
+    extra = size - (1 << rounds)  # ranks that do not fit into a power of two
+    if index < 2 * extra and index % 2:
+        return [index - 1]
+    place = index // 2 if index < 2 * extra else index - extra
+    others = [place ^ (1 << i) for i in range(rounds)]
+    exchanged = [2 * other if other < extra else other + extra for other in others]
+    return [index + 1, *exchanged] if index < 2 * extra else exchanged
+
+
+class Pairs:
     """The schedules of one rank among `members`, for one stream."""
 
     def __init__(
@@ -57,21 +82,32 @@ class Halving:
         self._call = call.over(stripe.streams)
         self._stripe = stripe
 
-    async def all_reduce(self, flat: Array, op: np.ufunc) -> None:
-        """Reduces a flat buffer, in place."""
-        await self.reduce_scatter(flat, op)
-        await self.all_gather(flat)
+    async def double(self, flat: Array, op: np.ufunc) -> None:
+        """All-reduces a small flat buffer, in place; `op` is commutative."""
+        size, parts, phase = len(self._members), [flat], "exchange"
+        last_round = size.bit_length()
+        is_folded = self._index < 2 * (size - (1 << last_round - 1))
+        others = partners(self._index, size)
+        if is_folded and self._index % 2:
+            await self._exchange(others[0], 0, phase, parts, [])
+            await self._exchange(others[0], last_round, phase, [], parts)
+            return
+        if is_folded:
+            await self._exchange(others[0], 0, phase, [], parts, op)
+        for round_, partner in enumerate(others[is_folded:], start=1):
+            await self._exchange(partner, round_, phase, parts, parts, op)
+        if is_folded:
+            await self._exchange(others[0], last_round, phase, parts, [])
 
-    async def reduce_scatter(self, flat: Array, op: np.ufunc) -> None:
-        """Reduces a flat buffer; this rank gets its chunk, and the others are overwritten."""
-        for round_, step in enumerate(self._steps(flat)):
-            await self._exchange(step.partner, round_, step.other, step.own, op)
-
-    async def all_gather(self, flat: Array) -> None:
-        """Fills a flat buffer, of which each member has its chunk."""
+    async def halve(self, flat: Array, op: np.ufunc, rounds: list[Round]) -> None:
+        """Does to a flat buffer, in place, what the rounds of a ring would do."""
         steps = self._steps(flat)
-        for round_, step in enumerate(reversed(steps), start=len(steps)):
-            await self._exchange(step.partner, round_, step.own, step.other)
+        if rounds[0].reduce:
+            for round_, (partner, own, other) in enumerate(steps):
+                await self._exchange(partner, round_, "reduce-scatter", other, own, op)
+        if not rounds[-1].reduce:
+            for round_, (partner, own, other) in enumerate(reversed(steps), start=len(steps)):
+                await self._exchange(partner, round_, "all-gather", own, other)
 
     def _steps(self, flat: Array) -> list[_Step]:
         steps, first, distance = [], 0, len(self._members) // 2
@@ -99,11 +135,16 @@ class Halving:
                 yield place, segment, values
 
     async def _exchange(
-        self, partner: int, round_: int, sent: Parts, wanted: Parts, op: np.ufunc | None = None
+        self,
+        partner: int,
+        round_: int,
+        phase: str,
+        sent: Parts,
+        wanted: Parts,
+        op: np.ufunc | None = None,
     ) -> None:
         """Sends some parts of the buffer, and receives others or, with `op`, reduces into them."""
         peer = self._members[partner]
-        phase = "all-gather" if op is None else "reduce-scatter"
         sending = self._segments(sent)
 
         async def send(count: int | None) -> None:
@@ -120,7 +161,5 @@ class Halving:
             if op is not None:
                 pair = (values, received) if self._index < partner else (received, values)
                 op(*pair, out=values)
-            elif received is not values:
-                values[:] = received
             await send(1)  # one out for each one in
         await send(None)
