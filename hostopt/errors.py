@@ -149,9 +149,14 @@ class ResourceError(RetryableError):
     exit_code = 203
 
 
-_ATTRIBUTE_TYPES: dict[str, type] = {
-    **dict.fromkeys(("rank", "step", "bucket"), int),
-    **dict.fromkeys(("task", "address", "root_cause", "last_checkpoint"), str),
+_ATTRIBUTE_TYPES = {
+    "rank": int,
+    "task": str,
+    "address": str,
+    "step": int,
+    "bucket": int,
+    "root_cause": str,
+    "last_checkpoint": str,
 }
 CLASSES = {  # all that end a process, by name
     kind.__name__: kind
