@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import threading
 from collections.abc import Coroutine
@@ -72,36 +71,40 @@ async def run_on_loops(coroutines: dict[int, Coroutine[Any, Any, _Result]]) -> l
     The first error, or the end of the caller, cancels the others. Nothing runs after that, so the
     caller's memory is free again.
     """
+    tasks: dict[int, asyncio.Task[_Result]] = {}
     loop = asyncio.get_running_loop()
-    ends: list[asyncio.Future[_Result]] = [loop.create_future() for _ in coroutines]
+    ends = [loop.create_future() for _ in coroutines]
 
-    async def run_to_end(
-        coroutine: Coroutine[Any, Any, _Result], end: asyncio.Future[_Result]
-    ) -> None:
+    def begin(number: int, coroutine: Coroutine[Any, Any, _Result], end: Any) -> None:
+        task = tasks[number] = asyncio.ensure_future(coroutine)
+        task.add_done_callback(lambda _: loop.call_soon_threadsafe(settle, end))
+
+    def cancel(number: int) -> None:
+        tasks[number].cancel()  # has begun, as a loop makes its calls in order
+
+    def cancel_all() -> None:
+        for number in coroutines:
+            call(number, functools.partial(cancel, number))
+
+    for (number, coroutine), end in zip(coroutines.items(), ends):
+        call(number, functools.partial(begin, number, coroutine, end))
+    error: BaseException | None = None
+    pending = {*ends}
+    while pending:
         try:
-            loop.call_soon_threadsafe(end.set_result, await coroutine)
-        except asyncio.CancelledError:
-            loop.call_soon_threadsafe(end.cancel)
-        except BaseException as error:
-            loop.call_soon_threadsafe(end.set_exception, error)
-
-    running = [
-        start(run_to_end(coroutine, end), number)
-        for (number, coroutine), end in zip(coroutines.items(), ends)
-    ]
-    first: set[asyncio.Future[_Result]] = set()
-    try:
-        first, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for each in running:
-            each.cancel()
-        while not all(end.done() for end in ends):
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait(ends)
-        errors = [end.exception() for end in (*first, *ends) if not end.cancelled()]
-    for error in filter(None, errors):
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError as cancelled:
+            error = cancelled
+            cancel_all()
+            continue
+        ended = [tasks[number] for number, end in zip(coroutines, ends) if end.done()]
+        failed = [task for task in ended if task.cancelled() or task.exception()]
+        if failed and error is None:
+            error = asyncio.CancelledError() if failed[0].cancelled() else failed[0].exception()
+            cancel_all()
+    if error is not None:
         raise error
-    return [end.result() for end in ends]
+    return [tasks[number].result() for number in coroutines]
 
 
 def call(number: int, function: Callable[[], object]) -> None:
