@@ -83,21 +83,32 @@ class Pairs:
         self._stripe = stripe
 
     async def double(self, flat: Array, op: np.ufunc) -> None:
-        """All-reduces a small flat buffer, in place; `op` is commutative."""
-        size, parts, phase = len(self._members), [flat], "exchange"
+        """All-reduces a buffer of one segment, in place; `op` is commutative."""
+        size, messages, call = len(self._members), self._messages, self._call
         last_round = size.bit_length()
         is_folded = self._index < 2 * (size - (1 << last_round - 1))
         others = partners(self._index, size)
+
+        async def send(partner: int, round_: int) -> None:
+            await messages.send_array(self._members[partner], call.tag(round_), flat, "exchange")
+
+        async def receive(partner: int, round_: int, into: Array | None = None) -> Array:
+            peer, tag = self._members[partner], call.tag(round_)
+            return await messages.receive_array(peer, tag, flat.size, flat.dtype, "exchange", into)
+
         if is_folded and self._index % 2:
-            await self._exchange(others[0], 0, phase, parts, [])
-            await self._exchange(others[0], last_round, phase, [], parts)
+            await send(others[0], 0)
+            await receive(others[0], last_round, flat)
             return
         if is_folded:
-            await self._exchange(others[0], 0, phase, [], parts, op)
+            op(flat, await receive(others[0], 0), out=flat)
         for round_, partner in enumerate(others[is_folded:], start=1):
-            await self._exchange(partner, round_, phase, parts, parts, op)
+            await send(partner, round_)
+            received = await receive(partner, round_)
+            pair = (flat, received) if self._index < partner else (received, flat)
+            op(*pair, out=flat)
         if is_folded:
-            await self._exchange(others[0], last_round, phase, parts, [])
+            await send(others[0], last_round)
 
     async def halve(self, flat: Array, op: np.ufunc, rounds: list[Round]) -> None:
         """Does to a flat buffer, in place, what the rounds of a ring would do."""
