@@ -98,7 +98,8 @@ class LocalSources:
         """Makes a variable, or another source of a tape, local."""
         source = _without_wrapper(source)
         self._sources[id(source)] = source
-        tf.compat.v1.add_to_collection(LOCAL, source)
+        if not tf.executing_eagerly():  # a program may make a tape for each step
+            tf.compat.v1.add_to_collection(LOCAL, source)
 
     def __contains__(self, source: Any) -> bool:
         return id(_without_wrapper(source)) in self._sources

@@ -18,6 +18,20 @@ def run(size: int, *arguments: str, **options: Any) -> subprocess.CompletedProce
     return run_python("-m", "estimator_ext", *arguments, ranks=size if size > 1 else 0, **options)
 
 
+def horovod_data(directory: Path) -> Path:
+    """Makes a directory with the data of tests/programs/hvd_*.py and sdp_tape.py."""
+    directory.mkdir()
+    random = np.random.default_rng(0)
+    images = random.random((1280, 784), np.float32)
+    np.savez(directory / "data.npz", x=images, y=random.integers(0, 10, 1280))
+    return directory
+
+
+def horovod_weights(directory: Path, size: int) -> list[dict[str, Any]]:
+    """Returns the weights that each rank of such a program has written."""
+    return [dict(np.load(directory / f"weights-{rank}.npz")) for rank in range(size)]
+
+
 def check_like_one_process(directory: Path, kind: str) -> None:
     """Checks that two ranks train a kind of model as one process does."""
     trained, names = [], []

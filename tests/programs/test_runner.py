@@ -19,7 +19,7 @@ from harness import (
     start_python,
     task_of,
 )
-from runner import PROGRAM, check_like_one_process, run
+from runner import PROGRAM, check_like_one_process, horovod_data, horovod_weights, run
 
 from hostopt.launch.environment import tf_config_of
 
@@ -143,21 +143,13 @@ def test_a_strategy_of_two_devices_is_refused_on_two_ranks(tmp_path: Path) -> No
     assert "Traceback" not in ran.stderr + ran.stdout
 
 
-def data_of_horovod(directory: Path) -> Path:
-    directory.mkdir()
-    random = np.random.default_rng(0)
-    images = random.random((1280, 784), np.float32)
-    np.savez(directory / "data.npz", x=images, y=random.integers(0, 10, 1280))
-    return directory
-
-
 @pytest.mark.parametrize("program", ["hvd_estimator.py", "hvd_tape.py", "sdp_tape.py"])
 def test_programs_of_horovod_import_its_names(tmp_path: Path, program: str) -> None:
     weights = []
     for size in (1, 2):
-        directory = data_of_horovod(tmp_path / str(size))
+        directory = horovod_data(tmp_path / str(size))
         run(size, "--hvd", str(PROGRAMS / program), str(directory))
-        weights += [dict(np.load(directory / f"weights-{rank}.npz")) for rank in range(size)]
+        weights += horovod_weights(directory, size)
     alone, first, second = weights
     for name, value in first.items():
         assert np.array_equal(value, second[name]), name
@@ -180,7 +172,7 @@ if __name__ == "__main__":
     sys.exit(child.exitcode)
 """
     )
-    directory = data_of_horovod(tmp_path / "data")
+    directory = horovod_data(tmp_path / "data")
     run(2, "--hvd", str(program), str(directory))
     assert (directory / "weights-1.npz").exists()
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness import PROGRAMS
 from ranks import Ranks
+from runner import horovod_data, horovod_weights
 
 # program, its import line, and ours
 CASES = {
@@ -24,10 +25,8 @@ CASES = {
 
 
 def edited(directory: Path, program: str, *edits: tuple[str, str]) -> str:
-    """Writes data and a program with its import line changed; returns the program's path."""
-    random = np.random.default_rng(0)
-    images = random.random((1280, 784), np.float32)
-    np.savez(directory / "data.npz", x=images, y=random.integers(0, 10, 1280))
+    """Writes a program with its import line changed, and its data; returns its path."""
+    horovod_data(directory)
     text = (PROGRAMS / program).read_text()
     for old, new in (CASES[program], *edits):
         assert text.count(old) == 1
@@ -39,16 +38,27 @@ def edited(directory: Path, program: str, *edits: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize("program", CASES)
 def test_two_ranks_train_one_model(ranks: Ranks, tmp_path: Path, program: str) -> None:
-    ranks.run(edited(tmp_path, program), 2, arguments=[str(tmp_path)])
-    first, second = (dict(np.load(tmp_path / f"weights-{rank}.npz")) for rank in range(2))
+    ranks.run(edited(tmp_path / "two", program), 2, arguments=[str(tmp_path / "two")])
+    first, second = horovod_weights(tmp_path / "two", 2)
     for name, value in first.items():
         assert np.array_equal(value, second[name]), name
 
 
+def test_a_local_variable_may_differ_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    minimize = "    train_op = optimizer.minimize("
+    register = "    optimizer.register_local_var(v1.trainable_variables()[0])\n"
+    program = edited(tmp_path / "two", "hvd_estimator.py", (minimize, register + minimize))
+    ranks.run(program, 2, arguments=[str(tmp_path / "two")])
+    first, second = horovod_weights(tmp_path / "two", 2)
+    # Momentum's slot of the local variable differs as well
+    differing = {name for name in first if not np.array_equal(first[name], second[name])}
+    assert differing == {"conv2d/kernel", "conv2d/kernel/Momentum"}
+
+
 def test_ranks_with_different_learning_rates_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     edit = ("0.01 * hvd.size()", "0.01 * (hvd.rank() + 1)")
-    program = edited(tmp_path, "hvd_estimator.py", edit)
-    for rank in ranks.run(program, 2, arguments=[str(tmp_path)], codes=[65]):
+    program = edited(tmp_path / "two", "hvd_estimator.py", edit)
+    for rank in ranks.run(program, 2, arguments=[str(tmp_path / "two")], codes=[65]):
         assert (
             "after the training variable 'batch_normalization/beta' and 5 more differ between "
             "rank 0 (worker:0, "
