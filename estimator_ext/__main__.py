@@ -100,10 +100,10 @@ def _check_used(ranks: Ranks, calls_init: bool) -> None:
     # the program may have set TF_CONFIG, and never asked for it
     cluster = hostopt.Cluster.from_tf_config() if calls_init else ranks.find()
     if cluster is not None and cluster.size > 1:
-        missing = "never called hvd.init()" if calls_init else "created no estimator"
+        what = "never called hvd.init()" if calls_init else "created no estimator"
         remedy = "Leave out --hvd, or run it" if calls_init else "Run it"
         raise UnsupportedError(
-            f"the program {missing}: each of {cluster.size} processes ran it independently. "
+            f"the program {what}: each of {cluster.size} processes ran it independently. "
             f"{remedy} in one process"
         )
 

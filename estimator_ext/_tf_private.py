@@ -98,7 +98,7 @@ def saved_partitions(meta_graph: bytes) -> Counter[str]:
 def redirect_writes(redirect: Callable[[FileIO, Callable[[str], None]], None]) -> None:
     """Lets a function choose where a file writes, whenever one is opened to write.
 
-    It gets the file, and a function that opens another path in place of that of the file.
+    It gets the file, and a function that opens another path instead.
     """
     check = FileIO._prewrite_check
 
@@ -280,7 +280,7 @@ def is_reference(tensor: tf.Tensor) -> bool:
 def control_flow_context(builder: tf.Graph | tf.Operation) -> Any:
     """Returns the innermost branch or loop of TensorFlow 1 around an operation, or None.
 
-    Of a graph it is that of an operation that would be built now.
+    For a graph, returns the context in which the next operation would be built.
     """
     return builder._get_control_flow_context()
 

@@ -64,7 +64,7 @@ class Ranks:
 
     @property
     def are_used(self) -> bool:
-        """True if the program, or a child, has created an estimator or a strategy, or a ring."""
+        """True if the program or a child has created an estimator or strategy or joined a ring."""
         return bool(self.used.value)
 
     def note_use(self) -> None:
@@ -97,8 +97,7 @@ class Ranks:
             raise UnsupportedError(
                 f"the program has changed TF_CONFIG: it names {named.task.name} of {named.size} "
                 f"ranks, but this process is {joined.task and joined.task.name} of {joined.size}. "
-                "Start as many "
-                "processes as the program names, or keep it from setting TF_CONFIG"
+                "Start as many processes as the program names, or keep it from setting TF_CONFIG"
             )
         return joined
 

@@ -210,13 +210,13 @@ def _exists(path: Path) -> bool:
 
 
 def _sources(folder: Path) -> list[Path]:
-    """Returns the files of a folder, without those of hidden folders in it."""
+    """Returns the sources in a folder, except those in hidden folders."""
     found = (path for path in folder.rglob("*.py") if path.is_file())
     return sorted(path for path in found if "/." not in f"/{path.relative_to(folder)}")
 
 
 def _packages(folder: Path) -> Iterator[Path]:
-    """Yields the `__init__.py` of a folder, and those of the packages around it."""
+    """Yields the `__init__.py` of a folder and of the packages around it."""
     while _exists(folder / "__init__.py"):
         yield folder / "__init__.py"
         folder = folder.parent

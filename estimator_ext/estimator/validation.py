@@ -101,7 +101,7 @@ def check_is_on_ranks(estimator: Any) -> None:
 class BatchSizes:
     """Batch sizes of this process by mode, from global ones in examples.
 
-    The workers share that of training; evaluation and prediction have one worker.
+    All workers share a batch of training. One worker evaluates and predicts.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class Variables(NamedTuple):
 
 
 def find_variables(changed: Collection[str]) -> Variables:
-    """Returns the global variables of the default graph; a step changes those of some names."""
+    """Returns the global variables of the default graph; a step changes the ones named."""
     found = Variables([], [], [], [], [], [])
     every = [*tf.compat.v1.global_variables(), *tf.compat.v1.trainable_variables()]
     trained = {v.op.name: v.shape for v in tf.compat.v1.trainable_variables()}

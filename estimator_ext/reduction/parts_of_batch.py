@@ -97,7 +97,7 @@ def _is_of_rows(op: tf.Operation, numbers: Sequence[Any]) -> bool:
 
 
 def _has_examples(reader: LossReader, tensor: tf.Tensor) -> bool:
-    """Returns True if the first dimension may be that of the examples, or of groups of them."""
+    """Returns True if the first dimension may count examples, or groups of examples."""
     reader.read([tensor])
     axis = reader.value(tensor).axis
     length = tensor.shape[0] if tensor.shape.rank else 1
@@ -112,7 +112,7 @@ def _is_changed(
     used: Collection[tf.Operation],
     updates: Updates,
 ) -> bool:
-    """Returns True if a gradient is changed before it meets that of another part."""
+    """Returns True if a gradient is changed before it meets the gradient of another part."""
     todo = [gradient]
     while todo:
         tensor = todo.pop()

@@ -36,7 +36,7 @@ _held: list[socket.socket] = []  # keeps the port of this process
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
-    """Returns the place of this process among those of its launcher.
+    """Returns the place that a launcher has given to this process.
 
     Returns None if no launcher is known, if HOSTOPT_LAUNCHER is "none", or if `hostopt run` or a
     process of the launcher has started this process.
@@ -117,7 +117,7 @@ def set_tf_config(options: Options, evaluators: int = 0) -> Place | None:
     until it ends.
 
     Collective if such a launcher has started the processes: all of them must call it. The last
-    ones are `evaluators`. Returns the place of this process; None if there is no launcher.
+    `evaluators` processes evaluate. Returns the place of this process, or None without a launcher.
     """
     place = find_place(os.environ)
     if place is None or place.size == 1:

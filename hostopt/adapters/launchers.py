@@ -62,7 +62,7 @@ def check_started(environ: Mapping[str, str]) -> None:
 def _place(
     launcher: str, environ: Mapping[str, str], names: Sequence[str], run_here: str, run_id: str
 ) -> Place:
-    """Returns a place from variables: rank and size, and both among those of this machine."""
+    """Returns a place from variables: rank and size, then local rank and local size."""
     rank, size = rank_and_size(environ, *names[:2])
     local_rank, local_size = (optional_number(environ, name) for name in names[2:])
     rendezvous = f"@{run_here}" if run_here and local_size == size else None

@@ -371,7 +371,7 @@ def _rows(array: Array, kind: str) -> Array:
 
 def describe_arrays(arrays: Sequence[Array]) -> list[tuple[str, tuple[int, ...]]]:
     """Returns dtypes and shapes of arrays, in types that JSON supports."""
-    # numpy's code, which any dtype has but those of ml_dtypes
+    # ml_dtypes' types by name, all others by numpy's code
     dtypes = [array.dtype for array in arrays]
     names = [each.name if hasattr(ml_dtypes, each.name) else each.str for each in dtypes]
     return [(name, array.shape) for name, array in zip(names, arrays)]

@@ -323,7 +323,7 @@ class SharedMemoryChannel:
     def _share(
         self, parts: Sequence[bytes | memoryview], call: CollectiveCall, number: int
     ) -> list[memoryview]:
-        """Writes block `number` of this rank; returns those of all ranks."""
+        """Writes block `number` of this rank, and returns the blocks of all ranks."""
         blocks, begin = self._staging.bytes_of_blocks(), 0
         for part in parts:
             blocks[self._index][begin : begin + len(part)] = part  # [B1]

@@ -75,8 +75,8 @@ class Rows(NamedTuple):
 class Combined:
     """Result of an exchange, with the same bits on all ranks.
 
-    Summed rows have ascending indices without repetition; others are those of all ranks in rank
-    order.
+    Summed rows have ascending indices without repetition. Rows that are not summed are
+    concatenated in rank order.
     """
 
     arrays: list[Array]

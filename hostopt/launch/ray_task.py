@@ -252,8 +252,8 @@ class _RunningTask:
 def environment_of(job: Job, node: Mapping[str, str], files: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables of a task.
 
-    These are the variables of the node; those of the launcher that the node lacks, or that are
-    options of hostopt or TensorFlow; and the settings of the task.
+    These are the variables of the node, the launcher's variables that the node lacks or that are
+    options of hostopt or TensorFlow, and the settings of the task.
     """
     launcher = {k: v for k, v in job.inherited.items() if not k.startswith("RAY_")}
     chosen = {k: v for k, v in launcher.items() if k.startswith(_FROM_LAUNCHER)}

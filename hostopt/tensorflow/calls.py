@@ -194,7 +194,7 @@ def calling(
 ) -> Iterator[ProcessRing]:
     """Tells the other ranks if this one refuses a call, as they would wait for it.
 
-    All arguments but the name of the call are those of the program, which may be refused.
+    The program has given all arguments except the name. They may be refused.
     """
     ring = process_ring.current()
     with telling(lambda error: ring.named.refuse(name, error)):

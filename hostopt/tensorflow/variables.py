@@ -99,8 +99,8 @@ def broadcast_global_variables(root_rank: int = 0) -> Any:
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     """Assigns the values of one rank to all global variables, once the session is initialized.
 
-    At the end of the training it compares the trainable variables of the ranks, without those of
-    `register_local_var`.
+    At the end of the training it compares the trainable variables of the ranks, except those
+    given to `register_local_var`.
 
     Args:
       root_rank: rank whose values are assigned.

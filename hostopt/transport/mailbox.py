@@ -180,8 +180,8 @@ class Mailbox:
         """Registers a wait for a peer, by any means. The waiter calls the yielded function often.
 
         It warns when a warning is due and raises when the wait cannot succeed. Otherwise it
-        returns the time in seconds until it has to be called again. If what the peer has sent can
-        arrive after it has left in good order, the wait goes on for `grace_s`.
+        returns the time in seconds until it has to be called again. After the peer has left in
+        good order, the wait goes on for `grace_s`, as its data may still arrive.
         """
         wait = Wait(peer, tag, name, time.monotonic())
         due = schedule(wait, self._options, self._on_stall, self._on_long_wait)

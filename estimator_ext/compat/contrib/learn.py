@@ -88,7 +88,7 @@ class Experiment:
         )
 
     def extend_train_hooks(self, additional_hooks: Any) -> None:
-        """Adds hooks to those of the training."""
+        """Adds hooks to the training."""
         hooks = (*self._train_spec.hooks, *additional_hooks)
         self._train_spec = self._train_spec._replace(hooks=hooks)
 
