@@ -62,10 +62,16 @@ def is_loopback(address: str) -> bool:
     """Returns True if an address is written as a loopback address."""
     host, _ = host_and_port(address)
     # some systems resolve their own name to a loopback address, so of names only localhost counts
+    return host == "localhost" or (not is_name(address) and ipaddress.ip_address(host).is_loopback)
+
+
+def is_name(address: str) -> bool:
+    """Returns True if the host of an address has to be looked up."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host_and_port(address)[0])
     except ValueError:
-        return False
+        return True
+    return False
 
 
 def host_and_port(address: str) -> tuple[str, int]:

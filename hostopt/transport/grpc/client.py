@@ -6,7 +6,7 @@ from typing import Any
 
 from hostopt.options import Options
 from hostopt.transport.grpc import limits
-from hostopt.transport.grpc.authentication import Authenticator
+from hostopt.transport.grpc.authentication import Authenticator, claim_of, read_metadata
 from hostopt.transport.grpc.ring import INCARNATION, Ring, Timing
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.security import Identity, Tls
@@ -64,12 +64,18 @@ def open_channel(
     return grpc.aio.secure_channel(address, credentials, [HANDSHAKE_TIME, *options])
 
 
+def challenger(error: grpc.aio.AioRpcError) -> int:
+    """Returns the rank that asks a caller for a proof; -1 if it names none."""
+    return claim_of(read_metadata(error.trailing_metadata())).rank
+
+
 async def call_signed(
     stub: Any, signer: Authenticator, called: Identity, method: str, request: bytes, **times: float
 ) -> bytes | None:
     """Calls a rank, again if it asks for a proof that is made for its incarnation.
 
-    Returns None if the answer does not prove that the rank knows the token.
+    Returns None if the answer does not prove that the rank knows the token. The error of another
+    rank, which has been called by mistake, has the code UNAUTHENTICATED.
     """
     is_challenged = False
     while True:
@@ -79,7 +85,10 @@ async def call_signed(
             answer: bytes = await answering
         except grpc.aio.AioRpcError as error:
             code, challenge = error.code(), INCARNATION.fullmatch(error.details() or "")
-            if is_challenged or code is not grpc.StatusCode.UNAUTHENTICATED or not challenge:
+            rank = challenger(error)
+            is_other = -1 not in (rank, called.rank) and rank != called.rank
+            is_unknown = code is grpc.StatusCode.UNAUTHENTICATED
+            if is_challenged or is_other or not is_unknown or challenge is None:
                 raise
             is_challenged, called = True, called._replace(incarnation=challenge[0])
             continue
@@ -95,13 +104,18 @@ class RpcClient:
         self._peers = ring.peers
         self._service = service
         self.authenticator = Authenticator(ring.peers.local, ring.security)
+        self._control = control_options(ring.options, ring.timing)
         self.channels: dict[int, grpc.aio.Channel] = {}  # for calls to each peer
 
     def open(self) -> None:
         """Opens a connection to every peer."""
-        options = control_options(self._ring.options, self._ring.timing)
         for peer in self._peers.missing:
-            self.channels[peer] = self._open_channel(peer, options)
+            self.channels[peer] = self._open_channel(peer, self._control)
+
+    async def reopen(self, peer: int) -> None:
+        """Connects to a peer where its name leads to now."""
+        earlier, self.channels[peer] = self.channels[peer], self._open_channel(peer, self._control)
+        await earlier.close(self._ring.timing.hello_timeout_s)  # other calls may end
 
     def _open_channel(self, peer: int, options: list[tuple[str, int]]) -> grpc.aio.Channel:
         address = self._peers.cluster.ring[peer].address

@@ -15,8 +15,9 @@ from typing import Any
 from hostopt.errors import ConfigError, RendezvousTimeoutError
 from hostopt.options import MAX_STREAMS, Options
 from hostopt.shapes import has_shape
+from hostopt.transport.addresses import is_name
 from hostopt.transport.frame import WIRE_VERSION
-from hostopt.transport.grpc.client import RpcClient
+from hostopt.transport.grpc.client import RpcClient, challenger
 from hostopt.transport.grpc.data_streams import OutgoingStreams
 from hostopt.transport.grpc.limits import SHOWN_CHARACTERS, SHOWN_DIFFERENCES
 from hostopt.transport.grpc.liveness import Liveness
@@ -109,7 +110,10 @@ class Rendezvous:
         try:
             hello = self.messages.read(answer)
         except ValueError:
-            await self._retry_later(peer, "runs another program")
+            await self._retry_elsewhere(peer, "runs another program")
+            return
+        if hello["rank"] != peer:
+            await self._on_other_rank(peer, hello["rank"])
             return
         if hello.get("met") != peers.incarnation:  # it is still in an earlier ring
             reason = "is connected to an earlier incarnation of this rank, and has to end first"
@@ -132,9 +136,25 @@ class Rendezvous:
         try:
             return await self._client.call(peer, "Hello", request, timeout_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # the doctor, or a stranger
-                await self._retry_later(peer, "runs another program")
+            code, rank = error.code(), challenger(error)
+            if code is grpc.StatusCode.UNAUTHENTICATED and rank not in (-1, peer):
+                await self._on_other_rank(peer, rank)
+            # the doctor, a stranger, or this rank
+            if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT):
+                await self._retry_elsewhere(peer, "runs another program")
             return b""
+
+    async def _on_other_rank(self, peer: int, rank: int) -> None:
+        """Raises ConfigError, unless the name of a peer that has moved may soon lead to it."""
+        if not is_name(self._peers.cluster.ring[peer].address):
+            self.messages.check(peer, {**self.messages.build(), "rank": rank})
+        await self._retry_elsewhere(peer, f"leads to rank {rank}")
+
+    async def _retry_elsewhere(self, peer: int, reason: str) -> None:
+        if is_name(self._peers.cluster.ring[peer].address):
+            await asyncio.sleep(self._ring.timing.hello_timeout_s)
+            await self._client.reopen(peer)
+        await self._retry_later(peer, reason)
 
     async def _retry_later(self, peer: int, reason: str) -> None:
         self._peers.reasons[peer] = reason

@@ -153,7 +153,8 @@ class RpcServer:
         """Returns the metadata of an acceptable call; ends every other call."""
         caller = read_metadata(context.invocation_metadata())
         if authenticator.needs_challenge(caller):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, self._peers.incarnation)
+            rank = (("rank", str(self._peers.rank)),)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, self._peers.incarnation, rank)
         reason = authenticator.reason_to_refuse(method, caller)
         if reason is not None:
             await self._refuse(context, caller, reason)

@@ -196,6 +196,52 @@ def test_an_unusable_tf_config(processes: NewRing) -> None:
     assert "ConfigError: TF_CONFIG" in process.stderr
 
 
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_a_rank_whose_name_leads_to_another_one_is_called_again(
+    monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    """As DNS does for a while when machines have changed."""
+    late = []  # ranks that have called the other one instead
+    with reserved_addresses(3) as addresses, ThreadPoolExecutor() as threads:
+        names = [address.replace("127.0.0.1", "LOCALHOST") for address in addresses]
+        open_channel = client.RpcClient._open_channel
+
+        def open_late(self: client.RpcClient, peer: int, options: Any) -> Any:
+            rank = self._peers.rank
+            if peer != 1 or rank in late:
+                return open_channel(self, peer, options)
+            late.append(rank)
+            return client.open_channel(addresses[2], options, None)
+
+        def connect(rank: int) -> Communicator:
+            cluster = Cluster.from_dict(jobs_of(names), *task_of(rank))
+            return Communicator(GrpcTransport(cluster, Options(insecure=True)))
+
+        monkeypatch.setattr(client.RpcClient, "_open_channel", open_late)
+        if token is not None:
+            monkeypatch.setenv("HOSTOPT_TOKEN", token)
+        ring = list(threads.map(connect, range(3)))
+        sums = threads.map(lambda communicator: communicator.all_reduce(np.ones(3)), ring)
+        np.testing.assert_array_equal(list(sums), np.full((3, 3), 3.0))
+        list(threads.map(Communicator.close, ring))
+    assert sorted(late) == [0, 2]
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_a_rank_that_answers_at_the_address_of_another_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    if token is not None:
+        monkeypatch.setenv("HOSTOPT_TOKEN", token)
+    with reserved_addresses(3) as addresses, ThreadPoolExecutor() as threads:
+        first = Cluster.from_dict(jobs_of([*addresses[:1], *addresses[:0:-1]]), *task_of(0))
+        last = Cluster.from_dict(jobs_of(addresses), *task_of(2))
+        starts = [threads.submit(GrpcTransport, cluster, Options()) for cluster in (first, last)]
+        errors = [start.exception(30) for start in starts]
+    assert all(isinstance(error, ConfigError) for error in errors), errors
+    assert 'Give all ranks the same "cluster" in TF_CONFIG' in str(errors[0])
+
+
 # --- bad frames and strangers -----------------------------------------------------------------
 
 
