@@ -80,8 +80,8 @@ class Tree:
         self._files: dict[Path, File] = {}
         self._root = root.resolve()
         folder = self._root if self._root.is_dir() else self._root.parent
-        packages = list(_packages(folder))
-        self._bases = [folder, *(package.parent.parent for package in packages[-1:])]
+        self._folder = folder
+        self._package = next((each.parent for each in reversed([*_packages(folder)])), None)
         sources = _sources(folder)
         self._present = {name for path in sources for name in (path.stem, path.parent.name)}
 
@@ -199,7 +199,10 @@ class Tree:
         dots = len(module) - len(module.lstrip("."))
         attribute = attributes.partition(".")[0] if use.how is ast.ImportFrom else ""
         parts = tuple(filter(None, [*module.lstrip(".").split("."), attribute]))
-        bases = [path.parents[dots - 1]] if dots else [*self._bases, path.parent]
+        bases = [path.parents[dots - 1]] if dots else [self._folder, path.parent]
+        # beside the package, there may be all packages of the environment
+        if self._package and not dots and parts[0] == self._package.name:
+            bases.insert(1, self._package.parent)
         found = (_files(base, parts) for base in bases)
         return next(filter(None, found), () if dots else None)
 

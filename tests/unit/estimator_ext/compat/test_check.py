@@ -121,3 +121,14 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"package/train.py: needs tf.contrib.none (model.py:2): {place}" in out
     assert "programs: 1 needs\nmodules: 1 needs\n" in out
     assert out.endswith("without TensorFlow: 2 files\n")
+
+
+def test_an_installed_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TensorFlow, which lies beside it, is not part of it."""
+    for package, source in (("tensorflow", "import no_such"), ("mine", TF + "import mine.model")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(source)
+    (tmp_path / "mine" / "model.py").write_text(TF + "tf.none")
+    lines, code = said(tmp_path / "mine", capsys)
+    assert lines[0] == f"__init__.py: needs tf.none (model.py:2): {REPLACE}"
+    assert code == 78
