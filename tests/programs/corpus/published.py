@@ -21,11 +21,12 @@ DEEPCTR = tuple(
 BERT = "bert-tensorflow==1.0.4"
 
 
-def bert(name: str, source: str, command: str) -> Program:
+def bert(name: str, source: str, command: str, length: str) -> Program:
     return Program(
         name,
         source,
-        f"{command} --flagfile={{data}}/{name}.flags --output_dir={{model_dir}}",
+        # the last value of a flag counts
+        f"{command} --flagfile={{data}}/{name}.flags {length} --output_dir={{model_dir}}",
         # the runner would find this by itself, but it is given a program that records variables
         options="--v1" if "classifier" in name else "",
         prepare=BERT_DATA,
@@ -41,13 +42,14 @@ def library(name: str, source: str, **fields: Any) -> Program:
 
 
 PROGRAMS = (
-    bert("run_classifier", BERT, "-m bert.run_classifier --num_train_epochs=1"),
-    bert("run_pretraining", BERT, "-m bert.run_pretraining --num_train_steps={steps}"),
-    bert("run_squad", BERT, "-m bert.run_squad --num_train_epochs=2"),
+    bert("run_classifier", BERT, "-m bert.run_classifier", "--num_train_epochs=1"),
+    bert("run_pretraining", BERT, "-m bert.run_pretraining", "--num_train_steps={steps}"),
+    bert("run_squad", BERT, "-m bert.run_squad", "--num_train_epochs=2"),
     bert(
         "run_albert_classifier",
         "albert-tensorflow==1.1",
-        "{examples}/bert/run_albert_classifier.py --num_train_epochs=1",
+        "{examples}/bert/run_albert_classifier.py",
+        "--num_train_epochs=1",
     ),
     # in parts, as a process takes minutes for all
     *(
