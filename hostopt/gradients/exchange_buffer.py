@@ -31,6 +31,7 @@ _INDEX_BITS = 40
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 _MAX_TABLES = 1 << (63 - _INDEX_BITS)
 _ALIGNMENT_BYTES = 8
+_WIDE = 8  # values in a row, from which adding whole rows is faster than `np.add.reduceat`
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,10 @@ class ExchangeBuffer:
 
     def pack(self, side_value: int, dense: Sequence[Array], rows: Sequence[Rows]) -> Array:
         """Packs the values of this rank into bytes [n]. Indices of rows may repeat."""
+        keyed = [(self._keys(tables, each), each.values) for tables, each in zip(self.kinds, rows)]
         keyed = [
-            self._merge(tables, self._keys(tables, each), each.values)
-            for tables, each in zip(self.kinds, rows)
+            _sum_by_key(*each) if self._tables[tables[0]].is_summed else each
+            for tables, each in zip(self.kinds, keyed)
         ]
         parts = [np.array([side_value, *(len(keys) for keys, _ in keyed)], np.int64)]
         parts += [
@@ -179,13 +181,6 @@ class ExchangeBuffer:
         keys: Array = indices + (positions << _INDEX_BITS)
         return keys
 
-    def _merge(self, tables: Sequence[int], keys: Array, values: Array) -> tuple[Array, Array]:
-        """Sorts rows by table. Summed rows are also sorted by index, and summed."""
-        if self._tables[tables[0]].is_summed:
-            return _sum_by_key(keys, values)
-        order = np.argsort(keys >> _INDEX_BITS, kind="stable")
-        return keys.take(order), values.take(order, 0)
-
     def _combine_arrays(
         self, group: Sequence[int], ranks: Sequence[_Reader], result: Combined
     ) -> None:
@@ -213,10 +208,12 @@ class ExchangeBuffer:
             )
             for reader, count in zip(ranks, counts)
         ]
-        keys, values = self._merge(tables, *(np.concatenate(each) for each in zip(*parts)))
-        edges = np.searchsorted(keys >> _INDEX_BITS, np.arange(len(tables) + 1))
+        if first.is_summed:
+            keys, values = _sum_by_key(*(np.concatenate(each) for each in zip(*parts)))
+        else:
+            keys, values = _by_table(parts, len(tables))
         indices = (keys & _INDEX_MASK).astype(first.index_dtype, copy=False)
-        return Rows(np.diff(edges), indices, values)
+        return Rows(np.diff(_edges(keys, len(tables))), indices, values)
 
 
 class _Reader:
@@ -241,8 +238,25 @@ def _group(kinds: Sequence[object]) -> list[list[int]]:
     return list(groups.values())
 
 
+def _by_table(parts: Sequence[tuple[Array, Array]], count: int) -> tuple[Array, Array]:
+    """Joins the rows of the ranks, each sorted by table, to the rows of each of `count` tables."""
+    edges = [_edges(keys, count) for keys, _ in parts]
+    slices = [
+        (part, slice(ends[table], ends[table + 1]))
+        for table in range(count)
+        for part, ends in zip(parts, edges)
+    ]
+    keys, values = (np.concatenate([part[i][each] for part, each in slices]) for i in (0, 1))
+    return keys, values
+
+
+def _edges(keys: Array, count: int) -> Array:
+    """Returns where the rows of each table begin, and where those of the last one end."""
+    return np.searchsorted(keys, np.arange(count + 1) << _INDEX_BITS)
+
+
 def _sum_by_key(keys: Array, values: Array) -> tuple[Array, Array]:
-    """Returns each key once, in ascending order, and the sum of its rows in input order."""
+    """Returns each key once, in ascending order, and the sum of its rows."""
     order = np.argsort(keys, kind="stable")  # merges, as the input consists of sorted parts
     keys, values = keys.take(order), values.take(order, 0)
     is_first = np.ones(len(keys), np.bool_)
@@ -250,7 +264,21 @@ def _sum_by_key(keys: Array, values: Array) -> tuple[Array, Array]:
     starts = np.flatnonzero(is_first)
     if len(starts) == len(keys):
         return keys, values
-    return keys.take(starts), np.add.reduceat(values, starts, axis=0)
+    if values.shape[1] < _WIDE:
+        return keys.take(starts), np.add.reduceat(values, starts, axis=0)
+    _add_in_pairs(values, starts)
+    return keys.take(starts), values.take(starts, 0)
+
+
+def _add_in_pairs(values: Array, starts: Array) -> None:
+    """Adds the rows of each group to its first one: in pairs, then pairs of pairs, and so on."""
+    counts = np.diff(starts, append=len(values))
+    place = np.arange(len(values)) - np.repeat(starts, counts)  # of a row in its group
+    left = np.repeat(counts, counts) - place  # rows of the group from this one on
+    rows, step = np.flatnonzero(left > 1), 1
+    while len(rows := rows[(place[rows] % (2 * step) == 0) & (left[rows] > step)]):
+        values[rows] += values[rows + step]
+        step *= 2
 
 
 def times(array: Array, weight: float) -> Array:

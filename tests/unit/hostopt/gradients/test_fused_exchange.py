@@ -118,13 +118,13 @@ def test_an_exchange_equals_numpy(spawn: Spawn, size: int) -> None:
 
 
 def test_all_ranks_get_the_same_bits(spawn: Spawn) -> None:
-    table = Table("t", (3,), FLOAT32, INT64)
+    table = Table("t", (9,), FLOAT32, INT64)
 
     def run(communicator: Communicator) -> Any:
         random = np.random.RandomState(communicator.rank)
         exchange = FusedExchange(communicator.duplicate("exchange"), DENSE[2:3], [table])
         indices = random.randint(0, 50, 200)
-        values = random.standard_normal((200, 3)).astype(np.float32)
+        values = random.standard_normal((200, 9)).astype(np.float32)
         dense = random.standard_normal(5).astype(np.float32)
         (summed,), ((rows, sums),) = run_exchange(exchange, [dense], [(indices, values)])
         return summed.tobytes(), rows.tobytes(), sums.tobytes()
