@@ -252,6 +252,7 @@ def _by_table(parts: Sequence[tuple[Array, Array]], count: int) -> tuple[Array, 
 
 def _edges(keys: Array, count: int) -> Array:
     """Returns where the rows of each table begin, and where those of the last one end."""
+    # the keys of a table need not be sorted: all are larger than those of the tables before
     return np.searchsorted(keys, np.arange(count + 1) << _INDEX_BITS)
 
 
