@@ -479,8 +479,10 @@ class Program:
         """
         if without_v2 and self.update == "added in a loop":
             return True
-        if self.update in REFUSED_UPDATES or self.loss in NEITHER:
+        if self.update in REFUSED_UPDATES:
             return True
+        if self.loss in NEITHER:
+            return not self.update.startswith("of parts")  # whose gradients are of other losses
         if self.pipeline == "smaller last batch" and self.loss in OF_CONSTANTS:
             return True
         return self.update in INSIDE and self.loss in PENALISED
