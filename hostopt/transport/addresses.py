@@ -66,11 +66,12 @@ def is_loopback(address: str) -> bool:
 
 
 def is_name(address: str) -> bool:
-    """Returns True if the host of an address has to be looked up."""
+    """Returns True if the host of an address has to be looked up, and so may change."""
+    host, _ = host_and_port(address)
     try:
-        ipaddress.ip_address(host_and_port(address)[0])
+        ipaddress.ip_address(host)
     except ValueError:
-        return True
+        return host != "localhost"
     return False
 
 

@@ -228,12 +228,14 @@ def test_a_rank_whose_name_leads_to_another_one_is_called_again(
 
 
 @pytest.mark.parametrize("token", [None, "secret"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_rank_that_answers_at_the_address_of_another_one_is_named(
-    monkeypatch: pytest.MonkeyPatch, token: str | None
+    monkeypatch: pytest.MonkeyPatch, host: str, token: str | None
 ) -> None:
     if token is not None:
         monkeypatch.setenv("HOSTOPT_TOKEN", token)
-    with reserved_addresses(3) as addresses, ThreadPoolExecutor() as threads:
+    with reserved_addresses(3) as numeric, ThreadPoolExecutor() as threads:
+        addresses = [each.replace("127.0.0.1", host) for each in numeric]
         first = Cluster.from_dict(jobs_of([*addresses[:1], *addresses[:0:-1]]), *task_of(0))
         last = Cluster.from_dict(jobs_of(addresses), *task_of(2))
         starts = [threads.submit(GrpcTransport, cluster, Options()) for cluster in (first, last)]
