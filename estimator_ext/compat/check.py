@@ -81,7 +81,8 @@ class Tree:
         self._root = root.resolve()
         folder = self._root if self._root.is_dir() else self._root.parent
         self._folder = folder
-        self._package = next((each.parent for each in reversed([*_packages(folder)])), None)
+        packages = list(_packages(folder))
+        self._package = packages[-1].parent if packages else None
         sources = _sources(folder)
         self._present = {name for path in sources for name in (path.stem, path.parent.name)}
 

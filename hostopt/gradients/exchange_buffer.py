@@ -128,11 +128,10 @@ class ExchangeBuffer:
 
     def pack(self, side_value: int, dense: Sequence[Array], rows: Sequence[Rows]) -> Array:
         """Packs the values of this rank into bytes [n]. Indices of rows may repeat."""
-        keyed = [(self._keys(tables, each), each.values) for tables, each in zip(self.kinds, rows)]
-        keyed = [
-            _sum_by_key(*each) if self._tables[tables[0]].is_summed else each
-            for tables, each in zip(self.kinds, keyed)
-        ]
+        keyed = []
+        for tables, each in zip(self.kinds, rows):
+            keys, is_summed = self._keys(tables, each), self._tables[tables[0]].is_summed
+            keyed.append(_sum_by_key(keys, each.values) if is_summed else (keys, each.values))
         parts = [np.array([side_value, *(len(keys) for keys, _ in keyed)], np.int64)]
         parts += [
             np.concatenate([dense[index].reshape(-1) for index in group]) for group in self._groups
@@ -251,8 +250,8 @@ def _by_table(parts: Sequence[tuple[Array, Array]], count: int) -> tuple[Array, 
 
 
 def _edges(keys: Array, count: int) -> Array:
-    """Returns where the rows of each table begin, and where those of the last one end."""
-    # the keys of a table need not be sorted: all are larger than those of the tables before
+    """Returns the bounds of the rows of each table."""
+    # keys need not be sorted within a table, as a later table has larger keys
     return np.searchsorted(keys, np.arange(count + 1) << _INDEX_BITS)
 
 

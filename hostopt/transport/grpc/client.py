@@ -85,10 +85,9 @@ async def call_signed(
             answer: bytes = await answering
         except grpc.aio.AioRpcError as error:
             code, challenge = error.code(), INCARNATION.fullmatch(error.details() or "")
-            rank = challenger(error)
-            is_other = -1 not in (rank, called.rank) and rank != called.rank
-            is_unknown = code is grpc.StatusCode.UNAUTHENTICATED
-            if is_challenged or is_other or not is_unknown or challenge is None:
+            is_meant = called.rank == -1 or challenger(error) in (-1, called.rank)
+            is_asked = code is grpc.StatusCode.UNAUTHENTICATED and is_meant
+            if is_challenged or not is_asked or not challenge:
                 raise
             is_challenged, called = True, called._replace(incarnation=challenge[0])
             continue
