@@ -37,6 +37,7 @@ from hostopt.gradients.step_stats import StepTimes, merge
 from hostopt.measure.stragglers import StragglerReports, Stragglers
 from hostopt.telemetry.progress import is_written, main_metric, write_progress
 from hostopt.telemetry.timeline import Timeline, Track
+from hostopt.tensorflow._tf_private import call_python
 from hostopt.tensorflow.background import HOST_DEVICE
 
 _SAMPLE_S = 0.1  # between two steps whose times are measured
@@ -427,13 +428,13 @@ def show_steps(
     """
     shown_step, span = -1, timeline.span
 
-    def show(*since_epoch_s: float) -> np.int32:
+    def show(*since_epoch_s: float) -> None:
         nonlocal shown_step
         end_s, to_wall_s = time.monotonic(), time.time() - time.monotonic()
         input_s, copies_s, loss_s = (each_s - to_wall_s for each_s in since_epoch_s)
         measured = [each.last_times for each in reducers if each.last_times]
         if not measured or measured[0].step == shown_step:  # nothing was reduced
-            return np.int32(0)
+            return
         times = merge(measured)
         shown_step = step = times.step
         begin_s = min(loss_s, times.last_launch_s)  # a launch may precede the loss
@@ -441,10 +442,9 @@ def show_steps(
         span(Track.COPY, "copy", input_s, copied_s, step=step)
         span(Track.BACKWARD, "backward", begin_s, times.last_launch_s, step=step)
         span(Track.APPLY, "apply", times.first_return_s, end_s, step=step)
-        return np.int32(0)
 
     with tf.device(HOST_DEVICE), tf.name_scope("timeline"):
         times = [stamps.times["input_s"], stamps.times["copies_s"], _time_after([spec.loss])]
         with tf.control_dependencies([spec.train_op]):
-            end = tf.numpy_function(show, times, tf.int32, name="end")
-    return stock_spec(spec, train_op=end.op)
+            end = call_python(show, times, [], "end")
+    return stock_spec(spec, train_op=end)

@@ -16,6 +16,7 @@ import hostopt
 from estimator_ext.checkpoints.input_state_file import SUFFIX, Packed
 from estimator_ext.input.reads import allowed_reads
 from estimator_ext.pipelines.samples import checksum, samples_of
+from hostopt.tensorflow._tf_private import call_python
 from hostopt.tensorflow.background import HOST_DEVICE
 
 _log = tf.get_logger()
@@ -49,17 +50,17 @@ class BatchCounter:
         with tf.device(HOST_DEVICE), tf.name_scope("batch_counter"):
             samples = samples_of(tensors)
             with tf.control_dependencies(tensors):
-                self.read = tf.numpy_function(self._note, [is_new, *samples], tf.bool)
+                (self.read,) = call_python(self._note, [is_new, *samples], [tf.bool])
             self.read.set_shape([])
             with tf.control_dependencies([self.read]):
                 values = [tf.identity(each) if tf.is_tensor(each) else each for each in values]
         return tf.nest.pack_sequence_as(batch, values, expand_composites=True)
 
-    def _note(self, is_new: Any, *sample: Any) -> Any:
+    def _note(self, is_new: Any, *sample: Any) -> list[Any]:
         if is_new:
             self.count += 1
             self._sample = sample
-        return is_new
+        return [is_new]
 
     def checksum(self) -> int:
         """Returns a CRC-32 of the beginning of the last batch; 0 if there is none."""

@@ -53,6 +53,7 @@ from hostopt.collectives.communicator import all_gather_json
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.divided_update import DividedUpdate
+from hostopt.tensorflow._tf_private import call_python
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 _log = tf.get_logger()
@@ -297,12 +298,12 @@ def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
         window = Window(variables, [each.op for each in updates], mutex, lock, end=tf.no_op())
         with tf.control_dependencies([lock.op]):
             old = [ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for v in variables]
-        noted = tf.numpy_function(lambda *values: divided.note(values), old, [])  # [U1]
+        noted = call_python(lambda *values: divided.note(values), old, [])  # [U1]
         with tf.control_dependencies([noted]):
             released = [ops.DestroyResourceOp(resource=v.handle) for v in variables]  # [U2]
         with tf.control_dependencies(released):
             # NumPy's memory is only released when TensorFlow has called a Python function
-            called = tf.numpy_function(lambda: None, [], [])
+            called = call_python(lambda: None, [], [])
         with tf.control_dependencies([called]):
             memory = call_in_background(  # [U3]
                 abort_on_error(communicator, lambda _: divided.begin()),

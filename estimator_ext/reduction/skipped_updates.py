@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from estimator_ext._tf_private import add_control_inputs
@@ -14,6 +13,7 @@ from estimator_ext.graphs.walks import BRANCHES, data_before, depends_on, predic
 from estimator_ext.reduction.gradient_marks import marks_of_graph
 from hostopt.errors import ConfigError
 from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.tensorflow._tf_private import call_python
 from hostopt.tensorflow.background import HOST_DEVICE
 
 _CHECKS = ("IsFinite", "IsNan", "IsInf")
@@ -33,11 +33,11 @@ class SkippedUpdates:
         if self._finite is None or depends_on(sources, [self._finite.op]):
             # these sums depend on updates, which cannot wait for them
             with tf.device(HOST_DEVICE), tf.control_dependencies(sources):
-                self._finite = tf.numpy_function(
-                    lambda: np.bool_(all(check.finite for check in self.checks)),
+                (self._finite,) = call_python(
+                    lambda: [all(check.finite for check in self.checks)],
                     [],
-                    tf.bool,
-                    name="HostAllFinite",
+                    [tf.bool],
+                    "HostAllFinite",
                 )
             self._finite.set_shape([])
         else:

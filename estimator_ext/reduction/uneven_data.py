@@ -16,6 +16,7 @@ import hostopt
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.batch_lengths import UNKNOWN, first_read, length_of, lengths_of
 from hostopt.collectives.call import Array
+from hostopt.tensorflow._tf_private import call_python
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 MODES = ("join", "stop")
@@ -114,8 +115,8 @@ class BatchWeights:
                 name="HostCollect",
             )
             # not in the background, where StopIteration would not count as the end of the data
-            ended = tf.numpy_function(_stop_if_ended, [has_next], tf.bool, name="HostEndOfData")
-            with tf.control_dependencies([ended]):
+            ended = call_python(_stop_if_ended, [has_next], [tf.bool], "HostEndOfData")
+            with tf.control_dependencies(ended):
                 weights = [tf.identity(weight) for weight in weights]
         for weight in weights:
             weight.set_shape([])
@@ -152,10 +153,10 @@ class BatchWeights:
             _log.info("rank %d: its data ended after %d steps, the last", rank, self._steps)
 
 
-def _stop_if_ended(has_next: Array) -> Any:
+def _stop_if_ended(has_next: Array) -> list[Array]:
     if not has_next:
         raise StopIteration  # which TensorFlow takes as the end of the data
-    return has_next
+    return [has_next]
 
 
 def count_examples(element: Any, new: tf.Tensor) -> list[tf.Tensor]:

@@ -130,7 +130,8 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
           config_proto: configuration of a session, or None.
 
         Returns:
-          A copy with the accelerator of this rank, and without GPUs except on ranks.
+          A copy with the accelerator of this rank, and without GPUs except on ranks. Threads do
+          not spin if a rank has one core.
 
         Raises:
           hostopt.ConfigError: several ranks would each take all memory of one GPU.
@@ -139,6 +140,9 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         if config_proto is not None:
             config.CopyFrom(config_proto)
         self._accelerator.configure(config)
+        if self.cluster.cores == 1:
+            # idle threads of TensorFlow would spin on the only core, which others need
+            config.experimental.disable_thread_spinning = True
         if self.extended.variables_on_host and is_gpu(self.accelerator) and self.cluster.size == 1:
             # Copies are five times as fast from pinned memory. Two ranks of one host lost more
             # than that, presumably as what they pin and share is copied once more.

@@ -266,19 +266,19 @@ def _sum_by_key(keys: Array, values: Array) -> tuple[Array, Array]:
         return keys, values
     if values.shape[1] < _WIDE:
         return keys.take(starts), np.add.reduceat(values, starts, axis=0)
-    _add_in_pairs(values, starts)
+    _add_in_pairs(values, is_first, starts)
     return keys.take(starts), values.take(starts, 0)
 
 
-def _add_in_pairs(values: Array, starts: Array) -> None:
+def _add_in_pairs(values: Array, is_first: Array, starts: Array) -> None:
     """Adds the rows of each group to its first one: in pairs, then pairs of pairs, and so on."""
-    counts = np.diff(starts, append=len(values))
-    place = np.arange(len(values)) - np.repeat(starts, counts)  # of a row in its group
-    left = np.repeat(counts, counts) - place  # rows of the group from this one on
-    rows, step = np.flatnonzero(left > 1), 1
-    while len(rows := rows[(place[rows] % (2 * step) == 0) & (left[rows] > step)]):
-        values[rows] += values[rows + step]
-        step *= 2
+    rows, step = np.flatnonzero(~is_first), 1
+    places = rows - starts.take(np.cumsum(is_first).take(rows) - 1)  # of the rows in their groups
+    while len(rows):
+        is_right = places & step != 0
+        right = rows[is_right]
+        values[right - step] += values.take(right, 0)
+        rows, places, step = rows[~is_right], places[~is_right], 2 * step
 
 
 def times(array: Array, weight: float) -> Array:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
 from tensorflow.python.autograph.core import config
 from tensorflow.python.client import session
 from tensorflow.python.eager import context, record
+from tensorflow.python.ops import script_ops
 
 from hostopt.process.child_process import ForkGuard, native_threads
 
@@ -39,3 +43,41 @@ def is_recording() -> bool:
 def is_gradient_of_control_flow(graph: Any) -> bool:
     """Returns True if a graph computes the gradient of a `tf.cond` or `tf.while_loop`."""
     return getattr(graph, "_forward_graph", None) is not None
+
+
+class _PythonFunction(script_ops.EagerFunc):
+    """A function whose results TensorFlow takes as they are, as this class converts its own.
+
+    It converts those of other functions one by one, which takes 10 us each in newer releases.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Any] | None]) -> None:
+        self._function = function
+
+    def __call__(self, _device: Any, _token: Any, arrays: Sequence[Any]) -> list[Any]:
+        return [np.asarray(each, order="C") for each in self._function(*arrays) or ()]
+
+
+def call_python(
+    function: Callable[..., Sequence[Any] | None],
+    inputs: Sequence[Any],
+    dtypes: Sequence[tf.DType],
+    name: str | None = None,
+) -> Any:
+    """Adds an operation that calls a function, as `tf.numpy_function` does, but in half the time.
+
+    Args:
+      function: takes one array per input, and returns one array per dtype; None if there are none.
+
+    Returns:
+      The results with unknown shapes; the operation if there are none.
+    """
+    called = _PythonFunction(function)
+    graph = tf.compat.v1.get_default_graph()
+    while graph.building_function:
+        graph = graph.outer_graph
+    if not hasattr(graph, "_py_funcs_used_in_graph"):
+        graph._py_funcs_used_in_graph = []
+    graph._py_funcs_used_in_graph.append(called)  # the registry has only a weak reference
+    token = script_ops._py_funcs.insert(called)
+    return tf.raw_ops.PyFunc(input=list(inputs), token=token, Tout=list(dtypes), name=name)

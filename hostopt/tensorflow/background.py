@@ -1,6 +1,6 @@
 """Graph operations that call Python functions which may block, without blocking a pool thread.
 
-`tf.numpy_function` runs on a thread of the inter-op pool, and blocks that thread while it waits.
+A Python function runs on a thread of the inter-op pool, and blocks that thread while it waits.
 With as many waiting calls as the pool has threads, no other operation of the step can run, and
 ranks that wait for each other deadlock. Asynchronous kernels do not block pool threads: the kernel
 `DatasetToSingleElement` runs on a separate thread. A function that may block is therefore the
@@ -19,7 +19,7 @@ import tensorflow as tf
 from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import HostOptError
-from hostopt.tensorflow._tf_private import is_gradient_of_control_flow
+from hostopt.tensorflow._tf_private import call_python, is_gradient_of_control_flow
 
 HOST_DEVICE = "/device:CPU:0"
 _UNKNOWN = tf.TensorShape(None)
@@ -34,7 +34,7 @@ def call_in_background(
 ) -> list[tf.Tensor]:
     """Adds an operation that calls a Python function on a separate thread.
 
-    Arrays are passed without copying, as in `tf.numpy_function`.
+    Arrays are passed without copying.
 
     Args:
       function: takes one array per input, and returns a list with one array per dtype.
@@ -45,7 +45,7 @@ def call_in_background(
     """
 
     def call(*arguments: tf.Tensor) -> Any:
-        return tf.numpy_function(function, arguments, list(dtypes))
+        return call_python(function, arguments, dtypes)
 
     def in_background(*arguments: tf.Tensor) -> list[tf.Tensor]:
         single = tf.raw_ops.TensorDataset(

@@ -16,6 +16,7 @@ from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.tensorflow._tf_private import call_python
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 from hostopt.tensorflow.sparse import map_values, values_of
 
@@ -86,7 +87,7 @@ def start_scalar_sum(
 
     def start(value: Array) -> Any:
         scalar_sum.start(float(value), float(flags.local))
-        return np.int32(0)
+        return [np.int32(0)]
 
     def wait(_: Array) -> list[Any]:
         total, flags_total = scalar_sum.wait()
@@ -96,7 +97,7 @@ def start_scalar_sum(
     flags.travel = True
 
     with tf.device(HOST_DEVICE):
-        token = tf.numpy_function(start, [scalar], tf.int32, name="HostPost")
+        (token,) = call_python(start, [scalar], [tf.int32], "HostPost")
         with tf.control_dependencies(after):
             call = abort_on_error(communicator, wait)
             (result,) = call_in_background(call, [token], [tf.float32], name="HostCollect")
@@ -137,7 +138,7 @@ def check_gradients(
         nonfinite = {name: "NaN or Inf" for name, good in zip(names, finite) if not good}
         call = CollectiveCall(0, next(steps), name="the gradients of one rank")
         check.check(call, not nonfinite, lambda: nonfinite, lambda: nonfinite)
-        return np.int32(0)
+        return [np.int32(0)]
 
     first, *rest = values
     with tf.device(HOST_DEVICE), tf.name_scope("host_check"):
@@ -145,7 +146,7 @@ def check_gradients(
         (device, _), *_ = Counter(each.device for each in finite).most_common(1)
         with tf.device(device):  # one copy of all flags
             flags = tf.stack(finite)
-        token = tf.numpy_function(abort_on_error(communicator, run), [flags], tf.int32)
+        (token,) = call_python(abort_on_error(communicator, run), [flags], [tf.int32])
         with tf.control_dependencies([token]):  # backward computes this one last
             return [map_values(tf.identity, first), *rest]
 

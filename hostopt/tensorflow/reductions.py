@@ -24,6 +24,7 @@ from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table, times
 from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import AnyReducer, open_reducer
+from hostopt.tensorflow._tf_private import call_python
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background, in_order
 from hostopt.tensorflow.ops import StopSaveFlags, all_reduce
 
@@ -290,13 +291,13 @@ class Reducers:
     def _launch_operation(self, number: int, values: Sequence[tf.Tensor]) -> tf.Tensor:
         def launch(*arrays: Array) -> Any:
             self.launch(number, arrays)
-            return np.int32(number)
+            return [np.int32(number)]
 
         name, channel = f"launch_{number}", self.buckets.communicator
         call = abort_on_error(channel, self._weighted(launch))
         (token,) = in_order(  # [G3] runs when the last gradient of the bucket is received
             _order(channel, name),
-            lambda *arrays: [tf.numpy_function(call, arrays, tf.int32, name=name)],
+            lambda *arrays: call_python(call, arrays, [tf.int32], name),
             [*values, *self._weights],
             [tf.int32],
         )

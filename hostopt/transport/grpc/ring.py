@@ -7,7 +7,6 @@ must not take the place of its earlier incarnation in a ring.
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import zlib
@@ -17,7 +16,6 @@ from typing import Any, Callable
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import AuthError
 from hostopt.options import Options
-from hostopt.transport.addresses import host_and_port
 from hostopt.transport.frame import Origin
 from hostopt.transport.grpc.limits import most_note_bytes
 from hostopt.transport.mailbox import Mailbox
@@ -119,11 +117,7 @@ def stream_count(cluster: Cluster, options: Options) -> int:
         return 1
     if options.streams:
         return options.streams
-    assert cluster.rank is not None
-    hosts = [host_and_port(task.address)[0] for task in cluster.ring]
-    share = (os.cpu_count() or 1) // hosts.count(hosts[cluster.rank])
-    cores = min(share, len(os.sched_getaffinity(0)))  # launchers bind ranks to their share
-    return max(1, min(cores // _CORES_OF_A_STREAM, _STREAMS))
+    return max(1, min(cluster.cores // _CORES_OF_A_STREAM, _STREAMS))
 
 
 @dataclass(frozen=True)

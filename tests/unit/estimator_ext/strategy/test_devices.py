@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,3 +166,13 @@ def test_one_rank_copies_from_pinned_memory(
     strategy = HostOffloadStrategy(**options)
     config = strategy.update_config_proto(tf.compat.v1.ConfigProto())
     assert config.gpu_options.force_gpu_compatible == pins
+
+
+@pytest.mark.parametrize(("cores", "is_disabled"), [({0}, True), ({0, 1}, False)])
+def test_threads_of_a_rank_with_one_core_do_not_spin(
+    cores: set[int], is_disabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    config = HostOffloadStrategy().update_config_proto(None)
+    assert config.experimental.disable_thread_spinning == is_disabled
