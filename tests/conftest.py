@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("hostopt")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # so that the tests do not look for garbage among all that is imported
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

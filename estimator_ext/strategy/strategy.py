@@ -23,6 +23,7 @@ from estimator_ext.strategy.function_extended import FunctionExtended
 from estimator_ext.strategy.local_steps import LocalSteps
 from hostopt.adapters.discover import set_tf_config
 from hostopt.cluster import tf_config
+from hostopt.cluster.cluster import core_count
 from hostopt.connect import exit_with_error_code
 from hostopt.options import shown
 from hostopt.tensorflow._tf_private import fork_guard
@@ -140,7 +141,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         if config_proto is not None:
             config.CopyFrom(config_proto)
         self._accelerator.configure(config)
-        if self.cluster.cores == 1:
+        if core_count(self.cluster) == 1:
             # idle threads of TensorFlow would spin on the only core, which others need
             config.experimental.disable_thread_spinning = True
         if self.extended.variables_on_host and is_gpu(self.accelerator) and self.cluster.size == 1:

@@ -83,12 +83,6 @@ class Cluster:
         return [rank for rank, each in enumerate(hosts) if each == host]
 
     @property
-    def cores(self) -> int:
-        """Number of cores of this rank, 1 or more: its share of those of its host."""
-        share = (os.cpu_count() or 1) // max(len(self.local_ranks), 1)
-        return max(1, min(share, len(os.sched_getaffinity(0))))  # launchers bind ranks to it
-
-    @property
     def is_chief(self) -> bool:
         """True on rank 0, the only one that writes checkpoints and summaries."""
         return self.rank == 0
@@ -217,6 +211,12 @@ class Cluster:
                 f"[{_join(from_env.ring)}]. Make them the same, or unset TF_CONFIG"
             )
         return result
+
+
+def core_count(cluster: Cluster) -> int:
+    """Returns the number of cores of this rank, 1 or more: its share of those of its host."""
+    share = (os.cpu_count() or 1) // max(len(cluster.local_ranks), 1)
+    return max(1, min(share, len(os.sched_getaffinity(0))))  # launchers bind ranks to their share
 
 
 def _tasks(job: str, jobs: Mapping[str, list[str]]) -> list[Task]:

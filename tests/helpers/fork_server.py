@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -154,6 +155,7 @@ def _serve() -> dict[str, Any]:
     import estimator_ext  # noqa: F401
 
     imported = {k: v for k, v in os.environ.items() if before.get(k) != v}
+    gc.freeze()  # so that no child looks for garbage among all that is imported
     requests = socket.socket(fileno=os.dup(0))
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)

@@ -13,7 +13,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from hostopt.cluster.cluster import Cluster
+from hostopt.cluster.cluster import Cluster, core_count
 from hostopt.errors import AuthError
 from hostopt.options import Options
 from hostopt.transport.frame import Origin
@@ -117,7 +117,7 @@ def stream_count(cluster: Cluster, options: Options) -> int:
         return 1
     if options.streams:
         return options.streams
-    return max(1, min(cluster.cores // _CORES_OF_A_STREAM, _STREAMS))
+    return max(1, min(core_count(cluster) // _CORES_OF_A_STREAM, _STREAMS))
 
 
 @dataclass(frozen=True)
