@@ -1,7 +1,8 @@
-"""call_in_background: calls that wait for each other in a pool of one thread."""
+"""Calls of Python functions: on a thread of the pool, and beside it so that they may wait."""
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hostopt.tensorflow._tf_private import call_python
 from hostopt.tensorflow.background import call_in_background
 
 ONE_THREAD = tf.compat.v1.ConfigProto(
@@ -57,3 +59,17 @@ def test_a_call_runs_on_the_host_in_any_device_scope() -> None:
         assert tf.DeviceSpec.from_string(result.device).device_index == 0
         given, actual = session.run([value, result])
         np.testing.assert_array_equal(actual, given * 2)
+
+
+def test_a_function_may_return_views_numbers_or_nothing() -> None:
+    seen: list[Any] = []
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        value = tf.random.uniform([3, 4])
+        dtypes = [tf.float32, tf.float32, tf.bool]
+        results = call_python(lambda v: [v.T[::2], v.max(), True], [value], dtypes)
+        noted = call_python(seen.append, [value], [])
+        gc.collect()  # the graph keeps the functions
+        given, (view, number, flag), _ = session.run([value, results, noted])
+    np.testing.assert_array_equal(view, given.T[::2])
+    assert flag and number == given.max()
+    np.testing.assert_array_equal(seen, [given])
