@@ -285,13 +285,6 @@ def control_flow_context(builder: tf.Graph | tf.Operation) -> Any:
     return builder._get_control_flow_context()
 
 
-def outermost(graph: tf.Graph) -> tf.Graph:
-    """Returns the graph around all functions within which a graph is built."""
-    while getattr(graph, "outer_graph", None) is not None:
-        graph = graph.outer_graph
-    return graph
-
-
 def is_compiled_by_xla(graph: tf.Graph) -> bool:
     """Returns True if a graph belongs to a function with jit_compile=True."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))

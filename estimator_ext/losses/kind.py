@@ -23,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import control_flow_context, outermost, replace_input
+from estimator_ext._tf_private import control_flow_context, replace_input
 from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, PRODUCTS, QUOTIENTS
 from estimator_ext.graphs.walks import data_before, walk
 from estimator_ext.losses.reader import (
@@ -36,11 +36,13 @@ from estimator_ext.losses.reader import (
     joined,
     scope_of,
 )
+from hostopt.tensorflow._tf_private import outermost
 
 _CURE_OF_SMALLER = (
     "Divide by the number of examples in the batch, or leave smaller batches out: "
     "batch(n, drop_remainder=True) and repeat()"
 )
+
 _NO_REDUCTION, SUM = "none", "sum"  # as Keras says it, too
 MEAN = tf.compat.v1.losses.Reduction.MEAN
 _SMALLEST_WEIGHT = 0.5  # a smaller factor of a sum may be 1 / batch size

@@ -26,11 +26,11 @@ from estimator_ext._tf_private import (
     control_flow_context,
     gradients_module,
     is_reference,
-    outermost,
 )
 from estimator_ext.graphs.walks import data_before, walk
 from estimator_ext.losses.kind import MEAN, SUM, LossFunctions, LossKind, Penalties, kind_of
 from estimator_ext.losses.reader import LossReader
+from hostopt.tensorflow._tf_private import outermost
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.sparse import parts_of, set_shape_of, values_of
 

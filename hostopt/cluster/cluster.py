@@ -214,7 +214,7 @@ class Cluster:
 
 
 def core_count(cluster: Cluster) -> int:
-    """Returns the number of cores of this rank, 1 or more: its share of those of its host."""
+    """Returns how many cores of its host this rank may use, 1 or more."""
     share = (os.cpu_count() or 1) // max(len(cluster.local_ranks), 1)
     return max(1, min(share, len(os.sched_getaffinity(0))))  # launchers bind ranks to their share
 

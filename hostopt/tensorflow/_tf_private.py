@@ -45,10 +45,17 @@ def is_gradient_of_control_flow(graph: Any) -> bool:
     return getattr(graph, "_forward_graph", None) is not None
 
 
-class _PythonFunction(script_ops.EagerFunc):
-    """A function whose results TensorFlow takes as they are, as this class converts its own.
+def outermost(graph: tf.Graph) -> tf.Graph:
+    """Returns the graph around all functions within which a graph is built."""
+    while getattr(graph, "outer_graph", None) is not None:
+        graph = graph.outer_graph
+    return graph
 
-    It converts those of other functions one by one, which takes 10 us each in newer releases.
+
+class _PythonFunction(script_ops.EagerFunc):
+    """A function whose results TensorFlow takes as they are.
+
+    TensorFlow leaves it to an EagerFunc to convert its results; for others it does so itself.
     """
 
     def __init__(self, function: Callable[..., Sequence[Any] | None]) -> None:
@@ -73,9 +80,7 @@ def call_python(
       The results with unknown shapes; the operation if there are none.
     """
     called = _PythonFunction(function)
-    graph = tf.compat.v1.get_default_graph()
-    while graph.building_function:
-        graph = graph.outer_graph
+    graph: Any = outermost(tf.compat.v1.get_default_graph())
     if not hasattr(graph, "_py_funcs_used_in_graph"):
         graph._py_funcs_used_in_graph = []
     graph._py_funcs_used_in_graph.append(called)  # the registry has only a weak reference
