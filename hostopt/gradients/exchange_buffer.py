@@ -31,7 +31,7 @@ _INDEX_BITS = 40
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 _MAX_TABLES = 1 << (63 - _INDEX_BITS)
 _ALIGNMENT_BYTES = 8
-_WIDE = 8  # values in a row, from which adding whole rows is faster than `np.add.reduceat`
+_VALUES_PER_REPEAT = 14  # which `np.add.reduceat` writes while one repeated row is added
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ class ExchangeBuffer:
 
     def pack(self, side_value: int, dense: Sequence[Array], rows: Sequence[Rows]) -> Array:
         """Packs the values of this rank into bytes [n]. Indices of rows may repeat."""
-        keyed = []
+        keyed, sums = [], _SumsByKey()
         for tables, each in zip(self.kinds, rows):
             keys, is_summed = self._keys(tables, each), self._tables[tables[0]].is_summed
-            keyed.append(_sum_by_key(keys, each.values) if is_summed else (keys, each.values))
+            keyed.append(sums(keys, each.values) if is_summed else (keys, each.values))
         parts = [np.array([side_value, *(len(keys) for keys, _ in keyed)], np.int64)]
         parts += [
             np.concatenate([dense[index].reshape(-1) for index in group]) for group in self._groups
@@ -153,9 +153,10 @@ class ExchangeBuffer:
         result = Combined([np.empty(0)] * len(self._dense), [], side_total)
         for group in self._groups:
             self._combine_arrays(group, ranks, result)
+        sums = _SumsByKey()
         for index, tables in enumerate(self.kinds):
             counts = [int(header[1 + index]) for header in headers]
-            result.rows.append(self._combine_rows(tables, ranks, counts))
+            result.rows.append(self._combine_rows(tables, ranks, counts, sums))
             result.is_finite = all_finite(result.rows[-1].values) and result.is_finite
         return result
 
@@ -197,7 +198,11 @@ class ExchangeBuffer:
             result.arrays[index] = total[end - size : end].reshape(self._dense[index].spec.shape)
 
     def _combine_rows(
-        self, tables: Sequence[int], ranks: Sequence[_Reader], counts: Sequence[int]
+        self,
+        tables: Sequence[int],
+        ranks: Sequence[_Reader],
+        counts: Sequence[int],
+        sums: _SumsByKey,
     ) -> Rows:
         first = self._tables[tables[0]]
         parts = [
@@ -208,7 +213,7 @@ class ExchangeBuffer:
             for reader, count in zip(ranks, counts)
         ]
         if first.is_summed:
-            keys, values = _sum_by_key(*(np.concatenate(each) for each in zip(*parts)))
+            keys, values = sums(*(np.concatenate(each) for each in zip(*parts)))
         else:
             keys, values = _by_table(parts, len(tables))
         indices = (keys & _INDEX_MASK).astype(first.index_dtype, copy=False)
@@ -255,19 +260,37 @@ def _edges(keys: Array, count: int) -> Array:
     return np.searchsorted(keys, np.arange(count + 1) << _INDEX_BITS)
 
 
-def _sum_by_key(keys: Array, values: Array) -> tuple[Array, Array]:
-    """Returns each key once, in ascending order, and the sum of its rows."""
-    order = np.argsort(keys, kind="stable")  # merges, as the input consists of sorted parts
-    keys, values = keys.take(order), values.take(order, 0)
-    is_first = np.ones(len(keys), np.bool_)
-    np.not_equal(keys[1:], keys[:-1], out=is_first[1:])
-    starts = np.flatnonzero(is_first)
-    if len(starts) == len(keys):
-        return keys, values
-    if values.shape[1] < _WIDE:
-        return keys.take(starts), np.add.reduceat(values, starts, axis=0)
-    _add_in_pairs(values, is_first, starts)
-    return keys.take(starts), values.take(starts, 0)
+class _SumsByKey:
+    """Sums rows by key; keys of one kind of row that equal those of the last are sorted once.
+
+    They do if a model looks up the same ids in an embedding and in a linear part.
+    """
+
+    _given: Array | None = None
+
+    def __call__(self, keys: Array, values: Array) -> tuple[Array, Array]:
+        """Returns each key once, in ascending order, and the sum of its rows."""
+        if self._given is None or not np.array_equal(keys, self._given):
+            self._given = keys
+            self._sort(keys)
+        values, starts = values.take(self._order, 0), self._starts
+        repeats = len(keys) - len(starts)
+        # values of two bytes are added in pairs: one by one, small ones vanish in a large sum
+        is_fast = len(starts) * values.shape[1] < _VALUES_PER_REPEAT * repeats
+        if is_fast and values.itemsize > 2:
+            return self._keys, np.add.reduceat(values, starts, axis=0)
+        if repeats:
+            _add_in_pairs(values, self._is_first, starts)
+            values = values.take(starts, 0)
+        return self._keys, values
+
+    def _sort(self, keys: Array) -> None:
+        self._order = np.argsort(keys, kind="stable")  # merges, as the input has sorted parts
+        keys = keys.take(self._order)
+        self._is_first = np.ones(len(keys), np.bool_)
+        np.not_equal(keys[1:], keys[:-1], out=self._is_first[1:])
+        self._starts = np.flatnonzero(self._is_first)
+        self._keys = keys.take(self._starts)
 
 
 def _add_in_pairs(values: Array, is_first: Array, starts: Array) -> None:

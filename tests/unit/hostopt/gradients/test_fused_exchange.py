@@ -133,6 +133,41 @@ def test_all_ranks_get_the_same_bits(spawn: Spawn) -> None:
     assert all(other == first for other in others)
 
 
+def test_kinds_of_rows_with_and_without_the_same_indices(spawn_inproc: Spawn) -> None:
+    tables = [Table(str(width), (width,), FLOAT64, INT64) for width in (1, 8, 9, 64)]
+
+    def rows_of(rank: int) -> list[tuple[np.ndarray, ...]]:
+        random = np.random.RandomState(rank)
+        same, few, other = random.randint(0, 6, 40), np.arange(rank, 6), random.randint(0, 6, 40)
+        return [
+            (indices, random.randint(-9, 9, (len(indices), *table.row_shape)).astype(np.float64))
+            for table, indices in zip(tables, (same, same, few, other))
+        ]
+
+    def run(communicator: Communicator) -> Any:
+        exchange = FusedExchange(communicator.duplicate("exchange"), [], tables)
+        return run_exchange(exchange, [], rows_of(communicator.rank))[1]
+
+    for sums in spawn_inproc(2, run):
+        for table, rows, *parts in zip(tables, sums, rows_of(0), rows_of(1)):
+            expected = sum(as_dense(table, part) for part in parts)
+            np.testing.assert_array_equal(as_dense(table, rows), expected)
+            np.testing.assert_array_equal(rows[0], np.unique(rows[0]))
+
+
+@pytest.mark.parametrize("width", [1, 16])
+def test_many_rows_of_two_bytes_are_summed_in_pairs(spawn_inproc: Spawn, width: int) -> None:
+    table = Table("t", (width,), BFLOAT16, INT64)
+
+    def run(communicator: Communicator) -> Any:
+        exchange = FusedExchange(communicator.duplicate("exchange"), [], [table])
+        ones = np.ones((1024, width), BFLOAT16)
+        return run_exchange(exchange, [], [(np.zeros(1024, np.int64), ones)])[1]
+
+    ((_, values),) = spawn_inproc(1, run)[0]
+    np.testing.assert_array_equal(values, np.full((1, width), 1024))  # 256 one after another
+
+
 def test_only_gradients_are_weighted_by_rank(
     spawn_inproc: Spawn,
 ) -> None:
