@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hostopt.adapters import launchers, rendezvous
-from hostopt.adapters.place import PORT, Place
+from hostopt.adapters.launchers import PORT, Place
 from hostopt.cluster import tf_config
 from hostopt.cluster.cluster import Cluster
 from hostopt.cluster.tf_config import CHIEF, EVALUATOR, WORKER
@@ -134,8 +134,7 @@ def set_tf_config(options: Options, evaluators: int = 0) -> Place | None:
         )
     addresses = list(place.addresses) or _exchange(place, options)
     jobs = {CHIEF: addresses[:1], WORKER: addresses[1:ranks], EVALUATOR: addresses[ranks:]}
-    tasks = [(CHIEF, 0), *((WORKER, i) for i in range(ranks - 1))]
-    tasks += [(EVALUATOR, i) for i in range(evaluators)]
+    tasks = [(job, index) for job, members in jobs.items() for index in range(len(members))]
     os.environ["TF_CONFIG"] = tf_config_of(jobs, tasks[place.rank])
     return place
 

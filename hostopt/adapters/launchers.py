@@ -7,18 +7,37 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from hostopt.adapters.place import PORT, Place, number, optional_number, rank_and_size
 from hostopt.cluster.tf_config import read_tf_config
 from hostopt.errors import ConfigError
 from hostopt.options import RANK, RENDEZVOUS, SIZE
 from hostopt.process.error_report import VARIABLE as STARTED_BY_HOSTOPT
 
+PORT = 2222  # of processes that have an address of their own
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")  # set for each process, by launchers
 _PROXY = "hydra_pmi_proxy"  # has started all processes of a run on this machine
 INDEX = "JOB_COMPLETION_INDEX"  # of a pod, which Kubernetes sets
 _FIRST_PORT, _PORTS = 20_000, 10_000  # of Slurm, below those that systems give to any program
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of this process among those that a launcher has started together."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_size: int | None = None  # number of processes on this machine; None if unknown
+    addresses: tuple[str, ...] = ()  # ``host:port`` by rank; empty if the processes exchange them
+    # Where they exchange them: ``host:port`` of rank 0, or ``@`` and the name of a run whose
+    # processes are all on this machine. None if unknown.
+    rendezvous: str | None = None
+    # Name by which others reach this machine; None for the address by which it reaches rank 0.
+    host: str | None = None
+    run_id: str = ""  # differs between runs that may use the same rendezvous; empty if unknown
+    local_rank: int | None = None  # number among the processes of this machine; None if unknown
 
 
 def find_open_mpi(environ: Mapping[str, str]) -> Place | None:
@@ -63,8 +82,8 @@ def _place(
     launcher: str, environ: Mapping[str, str], names: Sequence[str], run_here: str, run_id: str
 ) -> Place:
     """Returns a place from variables: rank and size, then local rank and local size."""
-    rank, size = rank_and_size(environ, *names[:2])
-    local_rank, local_size = (optional_number(environ, name) for name in names[2:])
+    rank, size = _rank_and_size(environ, *names[:2])
+    local_rank, local_size = (_optional_number(environ, name) for name in names[2:])
     rendezvous = f"@{run_here}" if run_here and local_size == size else None
     return Place(launcher, rank, size, local_size, (), rendezvous, None, run_id, local_rank)
 
@@ -92,9 +111,9 @@ def find_slurm(environ: Mapping[str, str]) -> Place | None:
     """
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
         return None
-    job, step = number(environ, "SLURM_JOB_ID"), number(environ, "SLURM_STEP_ID")
-    nodes = number(environ, "SLURM_STEP_NUM_NODES")
-    rank, size = rank_and_size(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES")
+    rank, size = _rank_and_size(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     run_id = f"{job}.{step}.{environ.get('SLURM_RESTART_COUNT', 0)}"
     if nodes == 1:
         local_size, host = size, None
@@ -103,7 +122,7 @@ def find_slurm(environ: Mapping[str, str]) -> Place | None:
         local_size, host = _tasks_here(environ), environ.get("SLURMD_NODENAME")
         port = _FIRST_PORT + (7 * job + step) % _PORTS
         rendezvous = f"{first_node(environ.get('SLURM_STEP_NODELIST', ''))}:{port}"
-    local_rank = optional_number(environ, "SLURM_LOCALID")
+    local_rank = _optional_number(environ, "SLURM_LOCALID")
     return Place("Slurm", rank, size, local_size, (), rendezvous, host, run_id, local_rank)
 
 
@@ -132,7 +151,7 @@ def find_kubernetes(environ: Mapping[str, str]) -> Place | None:
     """
     if INDEX not in environ or SIZE not in environ:
         return None
-    rank, size = rank_and_size(environ, INDEX, SIZE)
+    rank, size = _rank_and_size(environ, INDEX, SIZE)
     is_known = RENDEZVOUS in environ or read_tf_config(environ) is not None
     addresses = () if is_known else _pod_addresses(rank, size)
     return Place("Kubernetes", rank, size, 1, addresses)
@@ -180,4 +199,29 @@ def find_by_hand(environ: Mapping[str, str]) -> Place | None:
     """
     if RANK not in environ:
         return None
-    return Place(RANK, *rank_and_size(environ, RANK, SIZE))
+    return Place(RANK, *_rank_and_size(environ, RANK, SIZE))
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name)
+    if text is None or not (text.isascii() and text.isdecimal()):
+        found = "not set" if text is None else repr(text)
+        raise ConfigError(
+            f"the variable {name} is {found}, wanted a number from 0. Set it, or unset the other "
+            "variables of this launcher"
+        )
+    return int(text)
+
+
+def _optional_number(environ: Mapping[str, str], name: str) -> int | None:
+    return _number(environ, name) if name in environ else None
+
+
+def _rank_and_size(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
+    found = _number(environ, rank), _number(environ, size)
+    if found[0] >= found[1]:
+        raise ConfigError(
+            f"the variable {rank} is {found[0]} and {size} is {found[1]}, wanted a rank from 0 to "
+            f"{size} - 1. Correct them, or unset the variables of this launcher"
+        )
+    return found

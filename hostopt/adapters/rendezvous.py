@@ -30,7 +30,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostopt.adapters.place import Place
+from hostopt.adapters.launchers import Place
 from hostopt.cluster import tf_config
 from hostopt.errors import AuthError, ConfigError, HostOptError, RendezvousTimeoutError
 from hostopt.options import shown
@@ -71,7 +71,7 @@ class Peer:
     _deadline_s: float
 
     def __post_init__(self) -> None:
-        self._progress = Progress(self._place)
+        self._progress = _Progress(self._place)
         self._missing = [0]
         self._received = b""  # of the next message
         self._refusal = ""  # of a process without the right proof
@@ -86,12 +86,12 @@ class Peer:
                 descriptors.check(error)
             self._progress.log(self._missing)
             if time.monotonic() > self._deadline_s:
-                raise timeout_error(self._place, self._missing, self._refusal)
+                raise _timeout_error(self._place, self._missing, self._refusal)
             time.sleep(RETRY_S)
 
     def _connect(self) -> socket.socket:
         timeout_s = max(RETRY_S, min(_CONNECT_TIMEOUT_S, self._deadline_s - time.monotonic()))
-        name = unix_name(self._place)
+        name = _unix_name(self._place)
         if name is None:
             assert self._place.rendezvous is not None
             return socket.create_connection(host_and_port(self._place.rendezvous), timeout_s)
@@ -99,7 +99,7 @@ class Peer:
         try:
             connection.settimeout(timeout_s)
             connection.connect(name)
-            if user_of(connection) != os.getuid():
+            if _user_of(connection) != os.getuid():
                 raise ConnectionRefusedError("rank 0 of another user")
         except BaseException:
             connection.close()
@@ -115,11 +115,11 @@ class Peer:
         place = self._place
         address = announced_address(place, connection, self._port)
         fields = [place.run_id, place.rank, place.size, address, own_nonce]
-        connection.sendall(line(fields=fields, proof=proof(self._token, nonce, *fields)))
+        connection.sendall(line(fields=fields, proof=_proof(self._token, nonce, *fields)))
         while True:
             answer = self._read(connection, _SILENCE_S)
             kind, value = answer.get("kind"), answer.get("value")
-            is_proven = is_proof(answer.get("proof"), self._token, own_nonce, kind, value)
+            is_proven = _is_proof(answer.get("proof"), self._token, own_nonce, kind, value)
             if self._token is not None and not is_proven:
                 self._refusal = shown(value)
                 raise ConnectionError("not rank 0, or with another token")
@@ -147,7 +147,7 @@ class Peer:
                     raise ConnectionError("the connection has ended")
                 self._received += data
         first, _, self._received = self._received.partition(b"\n")
-        return parsed(first)
+        return _parsed(first)
 
     def _are_valid(self, addresses: list[Any]) -> bool:
         return len(addresses) == self._place.size and all(map(tf_config.is_address, addresses))
@@ -155,7 +155,7 @@ class Peer:
 
 def _listen(place: Place) -> socket.socket:
     assert place.rendezvous is not None
-    name = unix_name(place)
+    name = _unix_name(place)
     try:
         if name is not None:
             listener = socket.socket(socket.AF_UNIX)
@@ -214,10 +214,10 @@ class _Server:
 
     def exchange(self, address: str, deadline_s: float) -> list[str]:
         """Waits for all peers, and sends them the addresses of all."""
-        progress = Progress(self._place)
+        progress = _Progress(self._place)
         while missing := self._missing():
             if time.monotonic() > deadline_s:
-                error: HostOptError = timeout_error(self._place, missing)
+                error: HostOptError = _timeout_error(self._place, missing)
                 if refused := sorted(self._refused.intersection(missing)):
                     error = AuthError(_other_token(*refused), rank=0)
                 self._send_all(type(error).__name__, error.message)
@@ -260,7 +260,7 @@ class _Server:
             descriptors.check(error)
             return
         is_unix = accepted.family == socket.AF_UNIX
-        if is_unix and user_of(accepted) != os.getuid():
+        if is_unix and _user_of(accepted) != os.getuid():
             accepted.close()
             return
         strangers = self._strangers()
@@ -291,14 +291,14 @@ class _Server:
     def _register(self, connection: _Connection) -> bool:
         """Registers the address of a peer; returns False if this is not a peer of this run."""
         try:
-            message = parsed(connection.received)
+            message = _parsed(connection.received)
             run_id, rank, size, address, nonce = fields = message["fields"]
             if type(rank) is not int or not isinstance(nonce, str):
                 return False
             connection.peer_nonce = nonce
             if run_id != self._place.run_id or not tf_config.is_address(address):
                 return False
-            if not is_proof(message.get("proof"), self._token, connection.nonce, *fields):
+            if not _is_proof(message.get("proof"), self._token, connection.nonce, *fields):
                 if 0 < rank < self._place.size:
                     self._refused.add(rank)
                 self._send(connection, AuthError.__name__, _other_token(rank))
@@ -324,7 +324,7 @@ class _Server:
 
     def _send(self, connection: _Connection, kind: str, value: Any) -> None:
         answer = {"kind": kind, "value": value}
-        _send(connection, **answer, proof=proof(self._token, connection.peer_nonce, kind, value))
+        _send(connection, **answer, proof=_proof(self._token, connection.peer_nonce, kind, value))
 
     def _close(self, connection: _Connection) -> None:
         self._selector.unregister(connection.socket)
@@ -342,7 +342,7 @@ def _send(connection: _Connection, **fields: Any) -> None:
         connection.socket.sendall(line(**fields))
 
 
-class Progress:
+class _Progress:
     """Logs every 10 s which ranks are missing."""
 
     def __init__(self, place: Place) -> None:
@@ -377,20 +377,19 @@ def announced_address(place: Place, connection: socket.socket | None, port: int)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def unix_name(place: Place) -> str | None:
+def _unix_name(place: Place) -> str | None:
     """Returns the name of the UNIX socket of rank 0; None between machines."""
     if place.rendezvous is None or not place.rendezvous.startswith("@"):
         return None
     return f"\0hostopt-{os.getuid()}-{place.rendezvous[1:]}"
 
 
-def user_of(connection: socket.socket) -> int:
-    """Returns the ID of the user at the other end of a UNIX socket."""
+def _user_of(connection: socket.socket) -> int:
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", packed)[1])
 
 
-def timeout_error(place: Place, missing: list[int], refusal: str = "") -> HostOptError:
+def _timeout_error(place: Place, missing: list[int], refusal: str = "") -> HostOptError:
     """Returns the error of a rank that has waited in vain.
 
     A refusal is the answer of a process that did not prove that it is rank 0.
@@ -404,7 +403,7 @@ def timeout_error(place: Place, missing: list[int], refusal: str = "") -> HostOp
     )
 
 
-def proof(token: bytes | None, nonce: str, *fields: Any) -> str:
+def _proof(token: bytes | None, nonce: str, *fields: Any) -> str:
     """Returns the proof that the sender of a message knows the token; empty without a token."""
     if token is None:
         return ""
@@ -412,10 +411,9 @@ def proof(token: bytes | None, nonce: str, *fields: Any) -> str:
     return hmac.new(token, text.encode(), hashlib.sha256).hexdigest()
 
 
-def is_proof(value: Any, token: bytes | None, nonce: str, *fields: Any) -> bool:
-    """Returns True if a received value is the proof of a message."""
+def _is_proof(value: Any, token: bytes | None, nonce: str, *fields: Any) -> bool:
     received = str(value).encode(errors="replace")
-    return hmac.compare_digest(received, proof(token, nonce, *fields).encode())
+    return hmac.compare_digest(received, _proof(token, nonce, *fields).encode())
 
 
 def line(**fields: Any) -> bytes:
@@ -423,7 +421,7 @@ def line(**fields: Any) -> bytes:
     return json.dumps(fields).encode() + b"\n"
 
 
-def parsed(received: bytes) -> dict[str, Any]:
+def _parsed(received: bytes) -> dict[str, Any]:
     """Returns the fields of a message, empty if it has none; raises OSError if it is no JSON."""
     try:
         message = json.loads(received)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostopt.adapters.place import PORT
+from hostopt.adapters.launchers import PORT
 from hostopt.commands import arguments
 from hostopt.launch import restarts
 from hostopt.options import SIZE

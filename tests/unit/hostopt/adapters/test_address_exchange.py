@@ -20,7 +20,7 @@ from clocks import Clock
 from harness import deadline_s, reserved_addresses, split_address, until
 
 from hostopt.adapters import rendezvous
-from hostopt.adapters.place import Place
+from hostopt.adapters.launchers import Place
 from hostopt.adapters.rendezvous import exchange
 from hostopt.errors import AuthError, ConfigError, RendezvousTimeoutError
 
