@@ -40,6 +40,7 @@ from hostopt.transport.addresses import host_and_port, is_loopback, listen_addre
 _log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 1 << 20
+_NONCE_BYTES = 16
 PROGRESS_S = 10.0  # between two lines of the log
 RETRY_S = 0.1
 _CONNECT_TIMEOUT_S = 5.0  # of one attempt
@@ -109,7 +110,8 @@ class Peer:
     def _register(self, connection: socket.socket) -> list[str]:
         """Registers, and returns the addresses; raises OSError if the other end is not rank 0."""
         self._received, self._missing = b"", [0]
-        nonce, own_nonce = self._read(connection, _CONNECT_TIMEOUT_S).get("nonce"), _new_nonce()
+        nonce = self._read(connection, _CONNECT_TIMEOUT_S).get("nonce")
+        own_nonce = secrets.token_hex(_NONCE_BYTES)
         if not isinstance(nonce, str):
             raise ConnectionError("not rank 0")
         place = self._place
@@ -178,10 +180,6 @@ def _listen(place: Place) -> socket.socket:
             "address of its machine with a free port, on all ranks",
             rank=0,
         ) from None
-
-
-def _new_nonce() -> str:
-    return secrets.token_hex(16)  # never used again
 
 
 @dataclass(eq=False)
@@ -270,7 +268,7 @@ class _Server:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_MS)
         accepted.settimeout(_SEND_TIMEOUT_S)  # it is read only when there is something
         deadline_s = time.monotonic() + _REGISTER_TIMEOUT_S
-        connection = _Connection(accepted, deadline_s, _new_nonce())
+        connection = _Connection(accepted, deadline_s, secrets.token_hex(_NONCE_BYTES))
         self._connections.append(connection)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         _send(connection, nonce=connection.nonce)

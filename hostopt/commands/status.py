@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -87,10 +88,8 @@ def _ask(addresses: Sequence[str]) -> dict[str, Any]:
 
     options = Options().with_environment()
     for address in addresses[:-1]:
-        try:
+        with contextlib.suppress(PeerLostError):  # it may be the one that is frozen
             return observe(address, options)
-        except PeerLostError:
-            continue  # it may be the one that is frozen
     return observe(addresses[-1], options)
 
 

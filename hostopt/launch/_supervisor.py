@@ -98,7 +98,10 @@ def _serve(group: int, wake_fd: int) -> None:
         if ended and not (is_handling and _has_members(group)):
             return
         for fd in select.select(watched, [], [], _POLL_S if ended else None)[0]:
-            received = _read(fd)
+            try:
+                received = os.read(fd, 64)
+            except OSError:  # a killed launcher may reset the socket
+                received = b""
             if not received:
                 watched.remove(fd)
                 received = bytes([signal.SIGKILL])
@@ -118,13 +121,6 @@ def _has_members(group: int) -> bool:
             if int(member_of) == group and state not in (b"Z", b"X"):
                 return True
     return False
-
-
-def _read(fd: int) -> bytes:
-    try:
-        return os.read(fd, 64)
-    except OSError:  # a killed launcher may reset the socket
-        return b""
 
 
 def _signal_group(group: int, signum: int) -> None:

@@ -1,10 +1,7 @@
 """The seam between the launcher and the machines on which it starts tasks, and this machine.
 
 An engine has slots, 0 to N-1 for ranks, and N and above for evaluators and data workers. It
-reserves a place for each slot of an attempt, and starts a task at a place::
-
-    launcher --- Engine.reserve(slots) --> poll() --> places, with their addresses
-        `------- Engine.start(place, ...) --> supervisor and lifeline
+reserves a place for each slot of an attempt, and starts a task at a place.
 """
 
 from __future__ import annotations

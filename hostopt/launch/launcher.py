@@ -1,14 +1,8 @@
 """Starts the processes of one cluster, ends them together, and restarts them.
 
-::
-
-    hostopt run --- lifeline --- supervisor --- command      (one row for each task)
-         `--------- lifeline --- supervisor --- command
-
-A lifeline is a socket pair. Through it the launcher sends signals for the command's process group.
-Each end also detects the death of the other: the launcher sees that a task has ended, and the
-supervisor sees that the launcher was killed. If a supervisor is killed, the kernel kills its
-command. An engine starts the supervisors, on this machine or on others.
+An engine starts a supervisor for each task, on this machine or on another one. The launcher and
+the supervisor are connected by a lifeline, a socket pair: `hostopt.launch._supervisor` says what
+travels on it.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ import os
 import selectors
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The tasks of one run, its restarts and its reports; ValueError for a number out of range."""
+    """The tasks of one run, its restarts and its reports."""
 
     size: int  # number of ranks: one chief and ``size - 1`` workers
     evaluators: int = 0
@@ -52,11 +45,6 @@ class RunOptions:
     log_dir: str | None = None  # see `Monitor`
     verbose: bool = True  # False shows the progress of training, not informational messages
     metrics_port: int | None = None  # of loopback; 0 for any free port, None for none
-
-    def __post_init__(self) -> None:
-        numbers = (self.evaluators, self.data_workers, self.max_restarts)
-        if min(numbers) < 0 or not 1 <= self.least_size <= self.size:
-            raise ValueError(f"a number is out of range: {self}")
 
     @property
     def least_size(self) -> int:
@@ -230,8 +218,6 @@ def _signals_caught() -> Iterator[int]:
     Children inherit ignored and blocked signals. A parent that ignores SIGCHLD or blocks signals
     would hide the exits of tasks, so both are reset here.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise ValueError("launch() handles signals: call it from the main thread")
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     wakeup_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

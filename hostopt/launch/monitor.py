@@ -28,10 +28,8 @@ Progress = dict[str, Any]
 class Monitor:
     """Draws the live line of a run, and prints its summary.
 
-    Args:
-      log_dir: directory of the tasks' logs. None writes logs only if `verbose` is False, to a
-        temporary directory that is removed if the run succeeds.
-      verbose: True hides no lines of the tasks, and draws none.
+    Without `log_dir`, the tasks' logs are written only if `verbose` is False, to a temporary
+    directory that is removed if the run succeeds.
     """
 
     def __init__(self, directory: str, log_dir: str | None, verbose: bool) -> None:

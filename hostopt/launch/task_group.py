@@ -94,10 +94,8 @@ class Group:
             try:
                 if not self._start():
                     self._next_start_s = time.monotonic() + _POLL_S
-            except OSError as error:
-                self._fail_to_start(start_error(error))
-            except ResourceError as error:
-                self._fail_to_start(error)
+            except (OSError, ResourceError) as error:
+                self._fail_to_start(start_error(error) if isinstance(error, OSError) else error)
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             signum = self._deadlines.pop(0)[1]
             late = ", ".join(process.name for process in self._running())

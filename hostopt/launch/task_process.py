@@ -105,8 +105,8 @@ def attend(
     task: tuple[str, int],
     supervisor: Supervisor,
     lifeline: socket.socket,
-    log_file: str | None = None,
-    shows: Callable[[bytes], bool] | None = None,
+    log_file: str | None,
+    shows: Callable[[bytes], bool] | None,
 ) -> TaskProcess:
     """Copies the output of a task that has started."""
     process = TaskProcess(task, supervisor, lifeline, [])

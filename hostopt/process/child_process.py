@@ -10,6 +10,7 @@ A child of `multiprocessing` that was forked skips `atexit`, and no such child c
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -59,12 +60,10 @@ class ForkGuard:
 def native_threads() -> list[str]:
     """Returns the names of the threads of this process; [] if the system does not list them."""
     names = []
-    try:
+    with contextlib.suppress(OSError):  # not Linux, or a thread has just ended
         for thread in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{thread}/comm") as file:
                 names.append(file.read().strip())
-    except OSError:  # not Linux, or a thread has just ended
-        pass
     return names
 
 
