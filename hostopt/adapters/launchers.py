@@ -145,9 +145,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 def find_kubernetes(environ: Mapping[str, str]) -> Place | None:
     """Returns the place of a pod of an Indexed Job, or None.
 
-    A pod knows its index, but not the number of pods, so HOSTOPT_SIZE must be set. The pods have a
-    service, whose name is the subdomain of their host names. They need it unless TF_CONFIG or
-    HOSTOPT_RENDEZVOUS is set.
+    A pod knows its index, but not the number of pods, so HOSTOPT_SIZE must be set.
     """
     if INDEX not in environ or SIZE not in environ:
         return None

@@ -1,8 +1,4 @@
-"""`hostopt doctor`: runs all checks in order.
-
-To add a check, write a function that yields findings in the module of `hostopt.doctor` for its
-topic, and list it here.
-"""
+"""`hostopt doctor`: runs all checks in order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`hostopt k8s`: manifests of an Indexed Job, a TFJob or a TrainJob.
-
-Exit codes decide whether failed pods are started again, as for `hostopt run`. Kubeflow's training
-operator has a rule of its own for a TFJob, which takes the codes below 128 as permanent.
-"""
+"""`hostopt k8s`: manifests of an Indexed Job, a TFJob or a TrainJob."""
 
 from __future__ import annotations
 
@@ -127,10 +123,7 @@ class Training:
 
 
 def job(training: Training) -> list[Manifest]:
-    """Returns an Indexed Job, with the service by which its pods reach each other.
-
-    A failed pod ends the others, as they lose a rank, and each is started again.
-    """
+    """Returns an Indexed Job, with the service by which its pods reach each other."""
     specification = {
         "completions": training.count,
         "parallelism": training.count,

@@ -63,7 +63,6 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
 
     Raises:
       FileNotFoundError: the command does not exist.
-      ValueError: this is not the main thread.
     """
     find_command(command)
     engine = LocalEngine() if engine is None else engine

@@ -1,8 +1,7 @@
 """Starts tasks on the nodes of a cluster of Ray: `hostopt run --on ray`.
 
 Each slot has a bundle of resources for the whole run. An attempt creates an actor on each bundle,
-which holds a port of its node and runs the task. If a node dies, its slots get other nodes at the
-next restart, or have no place until a node has room for them.
+which holds a port of its node and runs the task.
 """
 
 from __future__ import annotations

@@ -7,11 +7,8 @@
                                                                       (on the node)
 
 The relay starts commands, signals them and asks for events: output, what the task has written to
-its files, and its exit code. Two threads for each task translate. If the actor is lost, with its
-node or without, the task counts as killed by SIGKILL, and its report says which node it was.
-
-The actor starts the same supervisor as on one machine. If the launcher ends, however it does, Ray
-ends the actor, the supervisor sees the end of its lifeline and kills the command.
+its files, and its exit code. Two threads for each task translate. If the launcher ends, however it
+does, Ray ends the actor, the supervisor sees the end of its lifeline and kills the command.
 """
 
 from __future__ import annotations
