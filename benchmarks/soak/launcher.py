@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import resource
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.soak import notes
 from hostopt import __main__ as cli
-from hostopt.launch import launcher, restarts, task_group
+from hostopt.launch import restarts, task_group
 
 GRACE_S, KILL_S = 8.0, 1.0  # a rank takes seconds to exit if all cores are busy
 STEADY_S = 5.0  # every attempt that has trained resets the delay
@@ -36,8 +35,8 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
     events = notes.Notes("launcher")
     restarts.classify_exits = classify_and_note
+    task_group.GRACE_S = GRACE_S
     task_group.KILL_S = KILL_S
     restarts.STEADY_S = STEADY_S
-    cli.launch = functools.partial(launcher.launch, grace_s=GRACE_S)
     events.add("start")
     sys.exit(cli.main(sys.argv[1:]))

@@ -28,7 +28,6 @@ from hostopt.options import DATA_DIR, RING_ENDED
 from hostopt.process import descriptors
 
 _POLL_S = 0.1  # between two looks at places that are not ready
-GRACE_S = 10.0  # from the first failure to SIGTERM
 _LOG = logging.getLogger(__name__)
 
 
@@ -41,7 +40,6 @@ class RunOptions:
     data_workers: int = 0  # besides the ranks, on this machine
     max_restarts: int = 0  # of the ring in total, and of each evaluator and each data worker
     min_size: int | None = None  # ranks to restart with if slots fail repeatedly; None for `size`
-    grace_s: float = GRACE_S  # from a rank's failure to SIGTERM for the others
     log_dir: str | None = None  # see `Monitor`
     verbose: bool = True  # False shows the progress of training, not informational messages
     metrics_port: int | None = None  # of loopback; 0 for any free port, None for none
@@ -83,8 +81,7 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
         monitor = Monitor(directory, options.log_dir, options.verbose)
         if options.metrics_port is not None:
             stack.enter_context(metrics.served(monitor, options.metrics_port))
-        limits = (options.max_restarts, options.grace_s)
-        shared = (engine, command, cluster, selector, *limits, monitor)
+        shared = (engine, command, cluster, selector, options.max_restarts, monitor)
         ring = Ring(*shared, Slots(options.size, options.least_size))
         ring_ended = os.path.join(directory, "ring-ended")
         settings = {RING_ENDED: ring_ended}

@@ -33,6 +33,7 @@ from hostopt.process import descriptors, error_report
 from hostopt.telemetry import progress
 
 _POLL_S = 0.1  # between two looks at places that are not ready
+GRACE_S = 10.0  # from the first failure to SIGTERM for the other tasks
 KILL_S = 5.0  # from SIGTERM to SIGKILL
 KILL_AGAIN_S = 2.0  # between SIGKILLs, in case a stopped supervisor does not deliver them
 # From a signal to SIGKILL. Meanwhile ranks save a checkpoint, for up to 25 s; Kubernetes kills
@@ -62,7 +63,6 @@ class Group:
     _cluster: dict[str, list[str]]  # addresses by job, of this and all other groups
     _selector: selectors.BaseSelector  # of the lifelines, each with a function to call
     _max_restarts: int
-    _grace_s: float  # from the first failure to SIGTERM for the other tasks
     _monitor: Monitor
 
     def __post_init__(self) -> None:
@@ -70,8 +70,7 @@ class Group:
         self.cause = ""  # error that the root cause of the last failure reported
         self.reason = ""  # root cause of the last failure, and how it ended
         self._restarts = Restarts(self._max_restarts)
-        kill_s = self._grace_s + KILL_S
-        self._after_failure = ((self._grace_s, signal.SIGTERM), (kill_s, signal.SIGKILL))
+        self._after_failure = ((GRACE_S, signal.SIGTERM), (GRACE_S + KILL_S, signal.SIGKILL))
         self._after_signal = ((PREEMPTION_S, signal.SIGKILL),)
         self._attempt = contextlib.ExitStack()  # resources of the attempt
         self._processes: list[TaskProcess] = []

@@ -7,10 +7,11 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from harness import ROOT, Process, python, until
 
-from hostopt.launch import launcher
+from hostopt.launch import launcher, task_group
 
 # Code of tasks: creates a file with a name and the pid of the task.
 NOTE = """
@@ -20,9 +21,15 @@ def note(name):
 """
 
 
-def launched(command: Sequence[str], engine: Any = None, **options: Any) -> int:
+def launched(
+    command: Sequence[str],
+    engine: Any = None,
+    grace_s: float = task_group.GRACE_S,
+    **options: Any,
+) -> int:
     """Runs a command in this process, and returns its exit code."""
-    return launcher.launch(command, launcher.RunOptions(**options), engine)
+    with mock.patch.object(task_group, "GRACE_S", grace_s):
+        return launcher.launch(command, launcher.RunOptions(**options), engine)
 
 
 def lines_of(text: str, task: str) -> list[str]:
@@ -62,15 +69,14 @@ class Launcher:
           The launcher's process.
         """
         code = f"""
-            import functools, sys
+            import sys
             from hostopt import __main__ as cli
-            from hostopt.commands import run
-            from hostopt.launch import launcher, output, restarts, task_group
+            from hostopt.launch import output, restarts, task_group
             output.READER_TIMEOUT_S = {reader_timeout_s}
+            task_group.GRACE_S = {grace_s}
             task_group.KILL_S = {kill_s}
             task_group.PREEMPTION_S = {preemption_s}
             restarts.FIRST_DELAY_S = {delay_s}
-            run.RunOptions = functools.partial(launcher.RunOptions, grace_s={grace_s})
             sys.exit(cli.main(sys.argv[1:]))
         """
         process = Process(

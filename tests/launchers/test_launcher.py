@@ -17,7 +17,7 @@ from harness import ROOT, is_gone, python, until
 from launcher import NOTE, Launcher, launched, lines_of
 
 from hostopt.errors import ResourceError
-from hostopt.launch import launcher, task_group
+from hostopt.launch import task_group
 
 pytestmark = pytest.mark.usefixtures("forwarded_signals_not_ignored")
 
@@ -274,7 +274,7 @@ def test_evaluators_end_if_the_ring_cannot_be_restarted(monkeypatch: pytest.Monk
         assert world.wait_until_s is not None  # for the restart
         world.now_s = world.wait_until_s
         world.resume()
-        assert world.wait_until_s == world.now_s + launcher.GRACE_S
+        assert world.wait_until_s == world.now_s + task_group.GRACE_S
         (evaluator,) = (task for task in world.tasks if task.name == "evaluator:0")
         evaluator.end(0)
         world.resume()
