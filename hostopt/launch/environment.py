@@ -49,8 +49,6 @@ def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str
 
 def find_command(command: Sequence[str]) -> list[str]:
     """Returns a command that can be started; one that ends in ``.py`` with this Python."""
-    if not command:
-        raise FileNotFoundError("no command to run")
     program = command[0]
     if program.endswith(".py"):
         if not os.path.isfile(program):

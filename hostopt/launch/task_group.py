@@ -238,8 +238,7 @@ class Ring(Group):
 
     def _start(self) -> bool:
         if self._poll is None:
-            least = min(self._slots.min_size, len(self._slots.in_use))
-            reserved = self._engine.reserve(self._slots.in_use, least)
+            reserved = self._engine.reserve(self._slots.in_use, self._slots.min_size)
             self._poll = self._attempt.enter_context(reserved)
             self._attempt.callback(setattr, self, "_poll", None)
         places = self._poll()
