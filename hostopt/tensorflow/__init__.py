@@ -9,6 +9,15 @@ from __future__ import annotations
 from hostopt.tensorflow import _names
 from hostopt.tensorflow._names import *  # noqa: F403 - the same names
 from hostopt.tensorflow._names import __all__ as __all__  # mypy does not see the `+=` below
+from hostopt.tensorflow._names import (
+    is_homogeneous,
+    join,
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
+    size_op,
+)
 from hostopt.tensorflow.allreduce import allreduce, grouped_allreduce, oob_allreduce
 from hostopt.tensorflow.collectives import (
     allgather,
@@ -27,15 +36,6 @@ from hostopt.tensorflow.optimizer import (
 )
 from hostopt.tensorflow.reductions import reduce_in_buckets
 from hostopt.tensorflow.refusals import missing_attribute
-from hostopt.tensorflow.ring import (
-    is_homogeneous,
-    join,
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    size_op,
-)
 from hostopt.tensorflow.variables import (
     BroadcastGlobalVariablesHook,
     broadcast_,
