@@ -18,14 +18,16 @@ from hostopt.tensorflow._names import (
     rank_op,
     size_op,
 )
-from hostopt.tensorflow.allreduce import allreduce, grouped_allreduce, oob_allreduce
 from hostopt.tensorflow.collectives import (
     allgather,
+    allreduce,
     alltoall,
     barrier,
     broadcast,
     grouped_allgather,
+    grouped_allreduce,
     grouped_reducescatter,
+    oob_allreduce,
     reducescatter,
 )
 from hostopt.tensorflow.ops import all_reduce, overlap

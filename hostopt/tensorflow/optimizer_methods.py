@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
-from hostopt.tensorflow.allreduce import allreduce
+from hostopt.tensorflow.collectives import allreduce
 from hostopt.tensorflow.reduced import Origin, mark, origins_of
 from hostopt.tensorflow.wrapping import reduce_gradients, reduction_of, super_of, telling_others
 
