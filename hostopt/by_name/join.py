@@ -230,10 +230,7 @@ class _Worker(threading.Thread):
         self._take_part = take_part
 
     def run(self) -> None:
-        while True:
-            announcement = self.announced.get()
-            if announcement is None:
-                return
+        for announcement in iter(self.announced.get, None):
             self._take_part(announcement)
 
 

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from hostopt.by_name.join import Announcement, Joining, refusal
-from hostopt.collectives.call import Array, bytes_of
+from hostopt.collectives.call import Array, CollectiveCall, bytes_of
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype, mean_of_integers
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
@@ -40,32 +40,20 @@ class NamedChannel:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.lock = threading.Lock()
-        self._wire_formats: dict[str, WireFormat] = {}
+        self._wire_format = functools.cache(new_wire_format)  # which is not shared with others
 
     def all_reduce(
         self, arrays: Sequence[Array], name: str, op: ReduceOp, compression: str | None
     ) -> list[Array]:
         """Reduces arrays of one dtype together; see `NamedCollectives.all_reduce`."""
-        communicator = self.communicator
-        flat: Array
+        flat: Array = np.concatenate([array.reshape(-1) for array in arrays])
         if len(arrays) == 1:
-            flat = np.array(arrays[0], order="C").reshape(-1)
-            call = communicator.signed_call(_kind(op, compression), name, arrays[0])
+            described, signed = name, arrays[0]
         else:
-            flat = np.concatenate([array.reshape(-1) for array in arrays])
-            description = describe_list(name, arrays)
-            call = communicator.signed_call(_kind(op, compression), description, flat)
-        wire_format, dtype = None, flat.dtype
-        averages_integers = _averages_integers(op, dtype)
-        if averages_integers:
-            op, flat = ReduceOp.SUM, flat.astype(np.int64)  # sums of small ones would wrap around
-        if compression is not None:
-            wire_format = self._wire_formats.get(compression) or new_wire_format(compression)
-            assert wire_format is not None
-            self._wire_formats[compression] = wire_format
-        communicator.all_reduce_in_place(flat, op, call, wire_format)
-        if averages_integers:
-            flat = mean_of_integers(flat, communicator.size).astype(dtype)
+            described, signed = describe_list(name, arrays), flat
+        kind = f"all_reduce({op.value}{f' as {compression}' if compression else ''})"
+        call = self.communicator.signed_call(kind, described, signed)
+        flat = self._reduce(flat, op, call, self._wire_format(compression))
         ends = np.cumsum([array.size for array in arrays])
         return [
             flat[end - array.size : end].reshape(array.shape) for array, end in zip(arrays, ends)
@@ -74,41 +62,33 @@ class NamedChannel:
     def reduce_scatter(self, array: Array, name: str, op: ReduceOp) -> Array:
         """Reduces an array; see `NamedCollectives.reduce_scatter`."""
         communicator, size = self.communicator, self.communicator.size
-        averages_integers = _averages_integers(op, array.dtype)
-        if len(array) % size == 0 and not communicator.on_one_host and not averages_integers:
+        is_even = len(array) % size == 0
+        if is_even and not communicator.on_one_host and not _averages_integers(op, array.dtype):
             chunk = communicator.reduce_scatter(array, op, name)
             return chunk.reshape(len(array) // size, *array.shape[1:])
         # the ring's chunks do not end with rows, and shared memory has the whole result anyway
         call = communicator.signed_call(f"reduce_scatter({op.value})", name, array)
-        result = np.array(array, np.int64 if averages_integers else None, order="C")
-        op = ReduceOp.SUM if averages_integers else op
-        communicator.all_reduce_in_place(result.reshape(-1), op, call)
-        rows: Array = np.array_split(result, size)[communicator.rank].copy()
-        return mean_of_integers(rows, size).astype(array.dtype) if averages_integers else rows
+        result = self._reduce(array.flatten(), op, call).reshape(array.shape)
+        return np.array_split(result, size)[communicator.rank].copy()
 
-
-def open_channel(communicator: Communicator, name: str, count: int) -> NamedChannel:
-    """Opens the channel of a name. Beyond a `count` of names, channels take no shared memory."""
-    communicator = communicator.duplicate(name)
-    most = min(MAX_IN_MEMORY, descriptors.limit() // 2)
-    must_share = communicator.transport.options.communication == "shm"
-    if communicator.memory is not None:
-        communicator.memory.is_declined = count >= most and not must_share
-    if count == most:
-        _log.warning(
-            "rank %d has used %d names of collectives, and now %r. Each takes memory until "
-            "shutdown(): give a call the same name in each step, without the step's number",
-            *(communicator.rank, count, name),
-        )
-    return NamedChannel(communicator)
+    def _reduce(
+        self,
+        flat: Array,
+        op: ReduceOp,
+        call: CollectiveCall,
+        wire_format: WireFormat | None = None,
+    ) -> Array:
+        """Reduces an array, which is overwritten; averages of integers are truncated."""
+        if not _averages_integers(op, flat.dtype):
+            self.communicator.all_reduce_in_place(flat, op, call, wire_format)
+            return flat
+        total = flat.astype(np.int64)  # sums of small ones would wrap around
+        self.communicator.all_reduce_in_place(total, ReduceOp.SUM, call)
+        return mean_of_integers(total, self.communicator.size).astype(flat.dtype)
 
 
 def _averages_integers(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
     return op is ReduceOp.AVERAGE and dtype.kind in "iu"
-
-
-def _kind(op: ReduceOp, compression: str | None) -> str:
-    return f"all_reduce({op.value}{f' as {compression}' if compression else ''})"
 
 
 def describe_list(name: str, arrays: Sequence[Array]) -> str:
@@ -310,8 +290,22 @@ class NamedCollectives:
     def _channel_of(self, name: str) -> NamedChannel:
         with self._lock:
             if name not in self._channels:
-                self._channels[name] = open_channel(self.communicator, name, len(self._channels))
+                self._channels[name] = self._open_channel(name)
             return self._channels[name]
+
+    def _open_channel(self, name: str) -> NamedChannel:
+        communicator, count = self.communicator.duplicate(name), len(self._channels)
+        most = min(MAX_IN_MEMORY, descriptors.limit() // 2)
+        must_share = communicator.transport.options.communication == "shm"
+        if communicator.memory is not None:
+            communicator.memory.is_declined = count >= most and not must_share
+        if count == most:
+            _log.warning(
+                "rank %d has used %d names of collectives, and now %r. Each takes memory until "
+                "shutdown(): give a call the same name in each step, without the step's number",
+                *(self.rank, count, name),
+            )
+        return NamedChannel(communicator)
 
 
 def _take_part(named: NamedCollectives, announcement: Announcement) -> None:
