@@ -73,16 +73,10 @@ class FlightRecorder:
         )
 
     def start_dump(self, details: dict[str, Any]) -> None:
-        """Calls `dump` in a thread, as a disk that hangs must not delay the error."""
-
-        def run() -> None:
-            try:
-                self.dump(details)
-            finally:
-                self._dumped.set()
-
+        """Dumps in a thread, as a disk that hangs must not delay the error."""
+        name = "hostopt-record"
         try:
-            threading.Thread(target=run, daemon=True, name="hostopt-record").start()
+            threading.Thread(target=self._dump, args=[details], daemon=True, name=name).start()
         except RuntimeError:  # Python is shutting down and starts no threads
             self._dumped.set()
 
@@ -90,20 +84,21 @@ class FlightRecorder:
         """Waits for the end of a dump that has started or is about to start, at most a second."""
         self._dumped.wait(_DUMP_TIMEOUT_S)
 
-    def dump(self, details: dict[str, Any]) -> None:
+    def _dump(self, details: dict[str, Any]) -> None:
         """Writes the stacks of all threads and the last events to the directory, if any."""
-        if self.directory is None:
-            return
-        path = os.path.join(self.directory, f"rank_{self._rank}")
-        now_s = time.monotonic()
-        events = [event.to_dict(now_s) for event in list(self._events)]
         try:
+            if self.directory is None:
+                return
+            path = os.path.join(self.directory, f"rank_{self._rank}")
+            now_s = time.monotonic()
+            events = [event.to_dict(now_s) for event in list(self._events)]
             os.makedirs(self.directory, exist_ok=True)
             with open(f"{path}.stacks.txt", "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
             with open(f"{path}.events.json", "w") as file:
                 json.dump({**details, "events": events}, file, indent=1, default=str)
+            _log.info("rank %d: stacks and last events are in %s.*", self._rank, path)
         except OSError as error:  # must not replace the error that aborted the ring
             _log.warning("rank %d: no stacks and events written: %s", self._rank, error)
-        else:
-            _log.info("rank %d: stacks and last events are in %s.*", self._rank, path)
+        finally:
+            self._dumped.set()

@@ -172,7 +172,10 @@ def events_of(spans: Iterable[Span], rank: int, process: str) -> list[Event]:
         row = next(free, rows[-1])
         titles.setdefault(row, f"{span.track.title} ({row - first + 1})")
         busy_until_s[row] = span.end_s
-        shown.append(_complete_event(span, rank, row))
+        event = {"ph": "X", "name": span.name, "cat": span.track.title, "pid": rank, "tid": row}
+        begin_us, duration_us = 1e6 * span.begin_s, 1e6 * (span.end_s - span.begin_s)
+        times = {"ts": round(begin_us, 3), "dur": round(duration_us, 3)}
+        shown.append({**event, **times, "args": span.args})
     named: list[Event] = [
         _named("process_name", rank, 0, name=process),
         _named("process_sort_index", rank, 0, sort_index=rank),
@@ -198,19 +201,6 @@ def write_trace(path: Path, events: Iterable[Event], attributes: dict[str, Any])
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-
-
-def _complete_event(span: Span, rank: int, row: int) -> Event:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.track.title,
-        "pid": rank,
-        "tid": row,
-        "ts": round(1e6 * span.begin_s, 3),
-        "dur": round(1e6 * (span.end_s - span.begin_s), 3),
-        "args": span.args,
-    }
 
 
 def _named(kind: str, rank: int, row: int, **args: Any) -> Event:
