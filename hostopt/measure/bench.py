@@ -90,7 +90,18 @@ def run(communicator: Communicator, sizes: Sequence[int], repetitions: int) -> l
 
     Collective: all ranks must call it.
     """
-    timings = [_time(communicator, size_bytes, repetitions) for size_bytes in sizes]
+    group, traffic = CommunicatorGroup(communicator), communicator.transport.traffic
+    is_exact = communicator.transport.options.compression is None
+    timings = []
+    for size_bytes in sizes:
+        check_sums(group, size_bytes, exact=is_exact)
+        before = traffic.payload_bytes
+        group.all_reduce(np.zeros(size_bytes // 4, np.float32))
+        sent_bytes = group.gather(np.array([traffic.payload_bytes - before], np.float64))
+        seconds, processor_s = measure(group, size_bytes, repetitions)
+        ring_bytes = 2 * (group.size - 1) / group.size * size_bytes
+        most_bytes = float(sent_bytes.max())
+        timings.append(Timing(size_bytes, seconds, processor_s, most_bytes, ring_bytes))
     communicator.barrier("the end of the benchmark")
     return timings
 
@@ -189,23 +200,6 @@ def format_size(size_bytes: int) -> str:
         if size_bytes % unit == 0:
             return f"{size_bytes // unit} {name}"
     return f"{size_bytes} B"
-
-
-def _time(communicator: Communicator, size_bytes: int, repetitions: int) -> Timing:
-    group = CommunicatorGroup(communicator)
-    check_sums(group, size_bytes, exact=communicator.transport.options.compression is None)
-    sent_bytes = _count_sent(communicator, group, size_bytes)
-    seconds, processor_s = measure(group, size_bytes, repetitions)
-    ring_bytes = 2 * (group.size - 1) / group.size * size_bytes
-    return Timing(size_bytes, seconds, processor_s, sent_bytes, ring_bytes)
-
-
-def _count_sent(communicator: Communicator, group: CommunicatorGroup, size_bytes: int) -> float:
-    traffic = communicator.transport.traffic
-    before = traffic.payload_bytes
-    group.all_reduce(np.zeros(size_bytes // 4, np.float32))
-    sent = np.array([traffic.payload_bytes - before], np.float64)
-    return float(group.gather(sent).max())
 
 
 def _time_calls(group: CommunicatorGroup, buffer: Any, calls: int) -> tuple[float, float]:
