@@ -14,18 +14,7 @@ from hostopt.tensorflow.refusals import refuse_device
 from hostopt.tensorflow.variables import allgather_object, broadcast_variables
 
 
-def check_kind(model: Any, is_keras_3: bool) -> None:
-    """Raises ConfigError unless a model is of the Keras that its callback is made for."""
-    if hasattr(model, "stateless_call") != is_keras_3:
-        other = {True: ("3", "hostopt.tensorflow.keras"), False: ("2", "hostopt.keras")}
-        wanted, module = other[is_keras_3]
-        raise ConfigError(
-            f"a callback for Keras {wanted} is given to a model of {type(model).__module__}. "
-            f"Import {module} instead"
-        )
-
-
-class BroadcastVariables:
+class BroadcastGlobalVariablesCallback:
     """Gives all ranks the weights and the state of the optimizer of one rank.
 
     That is before the first batch if the models of all ranks have their variables then, and
@@ -53,8 +42,8 @@ class BroadcastVariables:
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts the variables if every rank has them already."""
         del logs
-        check_execution(self.model)
-        if not self._is_done and all(allgather_object(is_built(self.model), name="models built")):
+        _check_execution(self.model)
+        if not self._is_done and all(allgather_object(_is_built(self.model), name="models built")):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -64,13 +53,16 @@ class BroadcastVariables:
             self._broadcast()
 
     def _broadcast(self) -> None:
-        variables = variables_of(self.model)
+        of_optimizer = self.model.optimizer.variables
+        if callable(of_optimizer):  # in Keras 2
+            of_optimizer = of_optimizer()
+        variables = [*self.model.weights, *of_optimizer]  # no seeds of random numbers
         local = {id(each) for each in self._local_variables}
         broadcast_variables([v for v in variables if id(v) not in local], self._root_rank)
         self._is_done = True
 
 
-class AverageMetrics:
+class MetricAverageCallback:
     """Averages the metrics of an epoch over the ranks, for the callbacks after this one."""
 
     def __init__(self, device: str = "") -> None:
@@ -95,7 +87,7 @@ class AverageMetrics:
             logs[name] = float(average) if average.ndim == 0 else average
 
 
-def check_execution(model: Any) -> None:
+def _check_execution(model: Any) -> None:
     """Raises ConfigError if reductions cannot be a part of the training step of a model."""
     if not tf.executing_eagerly():
         raise ConfigError(
@@ -109,7 +101,7 @@ def check_execution(model: Any) -> None:
         )
 
 
-def is_built(model: Any) -> bool:
+def _is_built(model: Any) -> bool:
     """Returns True if a model and its optimizer have all their variables, which this creates."""
     if not model.built:
         return False
@@ -121,15 +113,7 @@ def is_built(model: Any) -> bool:
     return True
 
 
-def variables_of(model: Any) -> list[Any]:
-    """Returns the variables of a model and of its optimizer, but no seeds of random numbers."""
-    of_optimizer = model.optimizer.variables
-    if callable(of_optimizer):  # in Keras 2
-        of_optimizer = of_optimizer()
-    return [*model.weights, *of_optimizer]
-
-
-class LearningRateSchedule:
+class LearningRateScheduleCallback:
     """Multiplies the initial learning rate by a factor that depends on the epoch.
 
     Args:
@@ -238,7 +222,7 @@ class LearningRateSchedule:
         return float(np.asarray(self.model.optimizer.learning_rate))
 
 
-class LearningRateWarmup(LearningRateSchedule):
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from `initial_lr` / size to `initial_lr`, batch by batch.
 
     Args:
@@ -322,27 +306,31 @@ class _VariableNumber(float):
         return tf.cast(self.variable, dtype or tf.float32, name)
 
 
-_METHODS = {
-    "BroadcastGlobalVariablesCallback": BroadcastVariables,
-    "MetricAverageCallback": AverageMetrics,
-    "LearningRateScheduleCallback": LearningRateSchedule,
-    "LearningRateWarmupCallback": LearningRateWarmup,
-}
-
-
 def callbacks_for(keras: Any, module: str) -> list[Any]:
-    """Returns the callbacks of a module for models of one Keras, in the order of `_METHODS`."""
+    """Returns the callbacks of a module for models of one Keras."""
     is_keras_3 = hasattr(keras, "ops")
 
     def set_model(self: Any, model: Any) -> None:
-        check_kind(model, is_keras_3)
+        if hasattr(model, "stateless_call") != is_keras_3:
+            other = {True: ("3", "hostopt.tensorflow.keras"), False: ("2", "hostopt.keras")}
+            wanted, instead = other[is_keras_3]
+            raise ConfigError(
+                f"a callback for Keras {wanted} is given to a model of {type(model).__module__}. "
+                f"Import {instead} instead"
+            )
         keras.callbacks.Callback.set_model(self, model)
 
+    classes = (
+        BroadcastGlobalVariablesCallback,
+        MetricAverageCallback,
+        LearningRateScheduleCallback,
+        LearningRateWarmupCallback,
+    )
     return [
         type(
-            name,
+            methods.__name__,
             (methods, keras.callbacks.Callback),
             {"__module__": module, "__doc__": methods.__doc__, "set_model": set_model},
         )
-        for name, methods in _METHODS.items()
+        for methods in classes
     ]
