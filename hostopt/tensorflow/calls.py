@@ -250,12 +250,6 @@ def count_use(key: Any) -> int:
     return counter[key]
 
 
-def count_in_session_graph(key: Any) -> int | None:
-    """Returns how often this has been called with a key in a graph of TensorFlow 1, or None."""
-    with tf.init_scope():
-        return None if tf.executing_eagerly() else count_use(key)
-
-
 # -- errors that are also those of TensorFlow which programs for Horovod expect ---------------
 
 # Errors of Horovod's operations and functions: tensors that differ between ranks, and arguments.

@@ -7,6 +7,7 @@ of TensorFlow 1 refuse it, as programs for Horovod may apply gradients of one ra
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
@@ -237,21 +238,6 @@ def _iterations(self: Any) -> Any:
         return self.iterations
 
 
-def _increment(steps: Any) -> Any:
-    if steps is None:
-        return None
-    if hasattr(steps, "assign_add"):
-        return steps.assign_add(1)
-    return tf.compat.v1.assign_add(steps, 1)
-
-
-def _accumulate(self: Any, pairs: list[Any], apply: Callable[[Any], Any], steps: Any) -> Any:
-    """Calls the accumulator of an optimizer."""
-    new = GradientAccumulator(self._hostopt_steps)
-    accumulator: GradientAccumulator = vars(self).setdefault("_hostopt_accumulator", new)
-    return accumulator.add_and_apply(pairs, apply, steps)
-
-
 # -- loss scaling ----------------------------------------------------------------------------
 
 
@@ -280,69 +266,78 @@ def _decide_together() -> None:
 # -- accumulation ----------------------------------------------------------------------------
 
 
-class GradientAccumulator:
-    """Sums the gradients of `steps` steps on this rank, and applies them in the last of these."""
+def _accumulate(self: Any, pairs: list[Any], apply: Callable[[Any], Any], steps: Any) -> Any:
+    """Sums gradients on this rank, and applies the sums if this is the last step of a group.
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._count: Any = None
-        self._sums: list[Any] = []
-        self._variables: list[Any] = []
+    Args:
+      pairs: gradients and variables, the same variables in each call.
+      apply: applies pairs of sums and variables.
+      steps: variable that counts a step in which nothing is applied, as `apply` counts the
+        others; None if there is none.
 
-    def add_and_apply(self, grads_and_vars: Any, apply: Callable[[Any], Any], steps: Any) -> Any:
-        """Adds gradients, and applies the sums if this is the last step of a group.
+    Returns:
+      In a graph the operation that does this; None if called eagerly.
+    """
+    pairs = [(gradient, v) for gradient, v in pairs if gradient is not None]
+    sums = _sums_of(self, [variable for _, variable in pairs])
+    additions = [
+        total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
+        for total, (gradient, _) in zip(sums.totals, pairs)
+    ]
+    with tf.control_dependencies(additions):
+        count = sums.count.assign_add(1)
 
-        Args:
-          grads_and_vars: pairs, of the same variables in each call.
-          apply: applies pairs of sums and variables.
-          steps: variable that counts a step in which nothing is applied, as `apply` counts the
-            others; None if there is none.
+    def apply_sums() -> Any:
+        values = [tf.identity(total) for total in sums.totals]
+        with _after(apply(list(zip(values, sums.variables)))):
+            resets = [total.assign(tf.zeros_like(total)) for total in sums.totals]
+        with tf.control_dependencies(resets):
+            return tf.constant(True)
 
-        Returns:
-          In a graph the operation that does this; None if called eagerly.
-        """
-        pairs = [(gradient, v) for gradient, v in grads_and_vars if gradient is not None]
-        variables = [variable for _, variable in pairs]
-        if self._count is None:
-            self._variables = variables
-            with tf.init_scope():
-                self._count = _local_variable(tf.zeros([], tf.int64))
-                self._sums = [
-                    _local_variable(tf.zeros(v.shape, tf.as_dtype(v.dtype).base_dtype))
-                    for _, v in pairs
-                ]
-        if [id(each) for each in variables] != [id(each) for each in self._variables]:
-            raise ConfigError(
-                f"gradients of {len(variables)} variables are added to those of "
-                f"{len(self._variables)} others, as backward_passes_per_step is {self._steps}. "
-                "Give each call the gradients of the same variables, or use 1"
-            )
-        additions = [
-            total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
-            for total, (gradient, _) in zip(self._sums, pairs)
-        ]
-        with tf.control_dependencies(additions):
-            count = self._count.assign_add(1)
+    def apply_nothing() -> Any:
+        with _after(_increment(steps)):
+            return tf.constant(False)
 
-        def apply_sums() -> Any:
-            values = [tf.identity(total) for total in self._sums]
-            with _after(apply(list(zip(values, variables)))):
-                resets = [total.assign(tf.zeros_like(total)) for total in self._sums]
-            with tf.control_dependencies(resets):
-                return tf.constant(True)
-
-        def apply_nothing() -> Any:
-            with _after(_increment(steps)):
-                return tf.constant(False)
-
-        with tf.control_dependencies([count]):
-            is_last = tf.equal(count % self._steps, 0)
-        done = tf.cond(is_last, apply_sums, apply_nothing)
-        return None if tf.executing_eagerly() else done.op
+    with tf.control_dependencies([count]):
+        is_last = tf.equal(count % self._hostopt_steps, 0)
+    done = tf.cond(is_last, apply_sums, apply_nothing)
+    return None if tf.executing_eagerly() else done.op
 
 
-def _local_variable(initial: tf.Tensor) -> Any:
-    return tf.Variable(initial, trainable=False, name="accumulated_gradients")
+@dataclasses.dataclass
+class _Sums:
+    """Sums of the gradients of a group of steps."""
+
+    variables: list[Any]  # of the model
+    totals: list[Any]
+    count: Any  # of all steps
+
+
+def _sums_of(self: Any, variables: list[Any]) -> _Sums:
+    sums: _Sums | None = vars(self).get("_hostopt_sums")
+    if sums is None:
+        with tf.init_scope():
+            zeros = [tf.zeros(v.shape, tf.as_dtype(v.dtype).base_dtype) for v in variables]
+            count, *totals = [
+                tf.Variable(each, trainable=False, name="accumulated_gradients")
+                for each in (tf.zeros([], tf.int64), *zeros)
+            ]
+        sums = vars(self)["_hostopt_sums"] = _Sums(variables, totals, count)
+    if [id(each) for each in variables] != [id(each) for each in sums.variables]:
+        raise ConfigError(
+            f"gradients of {len(variables)} variables are added to those of "
+            f"{len(sums.variables)} others, as backward_passes_per_step is {self._hostopt_steps}. "
+            "Give each call the gradients of the same variables, or use 1"
+        )
+    return sums
+
+
+def _increment(steps: Any) -> Any:
+    if steps is None:
+        return None
+    if hasattr(steps, "assign_add"):
+        return steps.assign_add(1)
+    return tf.compat.v1.assign_add(steps, 1)
 
 
 def _after(operation: Any) -> Any:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hostopt import process_ring
 from hostopt.errors import ConfigError
-from hostopt.tensorflow.calls import count_in_session_graph, scale, telling
+from hostopt.tensorflow.calls import count_use, scale, telling
 from hostopt.tensorflow.gradient_reduction import GradientReduction
 from hostopt.tensorflow.reduced import mark
 from hostopt.tensorflow.sparse import map_values
@@ -62,10 +62,12 @@ def reduction_of(instance: Any) -> GradientReduction:
     """
     reduction: GradientReduction = instance._hostopt_reduction
     if not reduction.name:
-        number = count_in_session_graph("optimizers")
-        if number is None:
-            numbers = process_ring.current().keep("optimizers", lambda: itertools.count(1))
-            number = next(numbers)
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                numbers = process_ring.current().keep("optimizers", lambda: itertools.count(1))
+                number = next(numbers)
+            else:
+                number = count_use("optimizers")
         reduction = dataclasses.replace(reduction, name=f"optimizer {number}")
         _changed_class(instance)._hostopt_reduction = reduction  # also of clones
     return reduction
