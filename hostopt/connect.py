@@ -70,17 +70,12 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
         set_tf_config(options)
         cluster = Cluster.from_tf_config()
     if options.autotune and cluster.size > 1:
-        options = _tuned(cluster, options)
+        best = fastest(tune(functools.partial(connect_ring, cluster), options))
+        if cluster.rank == 0:
+            text = "autotune has chosen options by trial. Set them to keep this choice"
+            sys.stderr.write(f"hostopt: {text}: {format_variables(best)}\n")
+        options = best.applied_to(options)
     return connect_ring(cluster, options)
-
-
-def _tuned(cluster: Cluster, options: Options) -> Options:
-    trials = tune(functools.partial(connect_ring, cluster), options)
-    best = fastest(trials)
-    if cluster.rank == 0:
-        text = "autotune has chosen options by trial. Set them to keep this choice"
-        sys.stderr.write(f"hostopt: {text}: {format_variables(best)}\n")
-    return best.applied_to(options)
 
 
 def connect_ring(
@@ -103,7 +98,9 @@ def connect_ring(
     _connected.add(communicator)
     try:
         if options.timeline is not None:
-            _start_timeline(communicator, options.timeline)
+            timeline = Timeline(options.timeline, communicator.transport.cluster)
+            communicator.transport.timeline = timeline
+            timeline.clock_offset_s = measure_offset(communicator.duplicate("the clocks")).offset_s
         hosts, world = None, None
         if uses_mpi:
             world = open_world(communicator)
@@ -149,12 +146,6 @@ def _transport(cluster: Cluster, options: Options, service: str) -> Transport:
     from hostopt.transport.grpc.transport import GrpcTransport
 
     return GrpcTransport(cluster, options, service)
-
-
-def _start_timeline(communicator: Communicator, path: str | os.PathLike[str]) -> None:
-    timeline = Timeline(path, communicator.transport.cluster)
-    communicator.transport.timeline = timeline
-    timeline.clock_offset_s = measure_offset(communicator.duplicate("the clocks")).offset_s
 
 
 _DEFAULT_EXIT_CODE = 1  # of Python, after any exception

@@ -95,21 +95,16 @@ class StragglerReports:
             measured_ms.append((waited_ms, sent_ms))
         waits_ms, sends_ms = zip(*measured_ms)
         self.waited_s = [s + ms / 1e3 for s, ms in zip(self.waited_s, waits_ms)]
-        self._warn(report.step, waits_ms, sends_ms, report.elapsed_ms)
+        suspect, text = self._find_suspect(waits_ms, sends_ms, report.elapsed_ms)
+        is_same = bool(suspect) and suspect == self._suspect
+        if is_same and not self._has_warned:
+            _log.warning("step %d: %s. It slows down all ranks", report.step, text)
+        self._suspect, self._has_warned = suspect, is_same
         lag_ms = straggler_lag(waits_ms) / max(report.steps, 1)
         return Stragglers(slowest_rank(waits_ms), lag_ms, sends_ms.index(max(sends_ms)))
 
     def _tag(self, step: int) -> Tag:
         return Tag(self._communicator.channel, step, _BUCKET)
-
-    def _warn(
-        self, step: int, waits_ms: Sequence[float], sends_ms: Sequence[float], elapsed_ms: float
-    ) -> None:
-        suspect, text = self._find_suspect(waits_ms, sends_ms, elapsed_ms)
-        is_same = bool(suspect) and suspect == self._suspect
-        if is_same and not self._has_warned:
-            _log.warning("step %d: %s. It slows down all ranks", step, text)
-        self._suspect, self._has_warned = suspect, is_same
 
     def _find_suspect(
         self, waits_ms: Sequence[float], sends_ms: Sequence[float], elapsed_ms: float
