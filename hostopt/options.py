@@ -104,43 +104,7 @@ _VALUES: dict[str, bool | None] = {
 class Options:
     """Options of a communicator.
 
-    Times are 0.001 s to 365 days. A path is a `str`, or an `os.PathLike` that is converted to one.
-
-    Args:
-      bucket_mb: size of a gradient bucket in MiB, up to 1 TiB, a multiple of 128 bytes.
-      segment_bytes: largest message on the wire, up to 1 GiB; larger chunks are split.
-      streams: data sockets to a peer, each with a thread that sends, receives and adds, up to 16;
-        the rank with the fewest decides. 0 is one for every two cores that a rank has, up to 4.
-      rendezvous_timeout_s: time to wait for all ranks to start.
-      stall_warning_s: time after which a waiting rank logs whom it waits for; doubles each time.
-      collective_timeout_s: time without progress after which a waiting rank raises an error.
-      communication: "auto" reduces in shared memory among ranks of one host, and over TCP sockets
-        between hosts; "grpc+tcp" uses the sockets within a host, too; "grpc" sends all data in
-        gRPC messages; "shm" raises an error if ranks of a host cannot share memory; "mpi" has
-        MPI carry the data of ranks that mpirun has started.
-      compression: "fp16" or "bf16" halves float32 gradients on the wire; None sends float32.
-      timeline: file for a Chrome trace, one per rank; None records none.
-      checksum: True adds a CRC-32 of the payload to each message, False of the header only. None
-        is True if a peer is reached over a network without TLS; it is False over TLS, or if all
-        addresses are loopback addresses.
-      nonfinite: reaction to a reduced gradient with NaN or Inf. "error" ends the training, "skip"
-        skips the update of the step on all ranks, "warn" logs a warning and continues.
-      desync_check_steps: steps between two replica consistency checks, which compare the
-        variables of the ranks; 0 disables them.
-      debug_dir: directory for the stacks and the last events of a rank whose ring was aborted;
-        None for none.
-      token_file: file with the token that all ranks share, readable by its owner only. The
-        variable HOSTOPT_TOKEN may hold the token itself instead.
-      tls_dir: directory with ca.pem, cert.pem and key.pem, for mutual TLS between the ranks.
-      insecure: True allows ranks on several machines without token and TLS.
-      restore_previous: True resumes from the newest intact checkpoint if the newest of all is
-        damaged.
-      evaluator_timeout_s: time without a sign of the chief after which an evaluator raises an
-        error.
-      autotune: True chooses `communication`, `segment_bytes`, `streams` and `bucket_mb` by trial
-        when the ranks connect.
-      shard_optimizer: True divides the updates of variables among the ranks: each has 1/N of the
-        slots.
+    The page "Options" of the documentation describes them, with their limits and units.
 
     Raises:
       ConfigError: the value of an option is not allowed.
