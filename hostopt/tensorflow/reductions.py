@@ -18,7 +18,7 @@ from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import CollectiveMismatchError, ConfigError
-from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
+from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table, times
 from hostopt.gradients.fused_exchange import FusedExchange
@@ -97,10 +97,6 @@ def reduce_tensors(
     flags: StopSaveFlags | None = None,
 ) -> tuple[list[Any], list[AnyReducer]]:
     """Reduces tensors that do not depend on each other, with few messages.
-
-    Large dense gradients are reduced in buckets while backward computes others. A large tensor
-    that is not a gradient has an operation of its own. All other tensors, and sparse gradients,
-    share one exchange.
 
     Args:
       reductions: the tensors. All ranks reduce them in rank 0's order.
@@ -260,12 +256,7 @@ class Reducers:
         if self.buckets is None:
             check = check or NonFiniteCheck(self.communicator, self.nonfinite)
             self.buckets = open_reducer(self.communicator, buckets, check, self.wire_format)
-        return self._bucket_operations([each.value for each in gradients], buckets)
-
-    def _bucket_operations(
-        self, tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]
-    ) -> list[tf.Tensor]:
-        received = _receive_on_host(tensors)
+        received = _receive_on_host([each.value for each in gradients])
         reduced: dict[int, tf.Tensor] = {}
         previous: list[tf.Tensor] = []
         first_launch: list[tf.Tensor] = []
