@@ -192,26 +192,15 @@ def _cross_ranks() -> list[int]:
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Returns this rank as a tensor.
-
-    Args:
-      name: name of the operation in a graph.
-
-    Returns:
-      Tensor of shape [], int32.
-    """
+    """Returns this rank as a tensor, int32 []; `name` is that of the operation in a graph."""
     return tf.constant(rank(), tf.int32, name=name or "rank")
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Returns the number of ranks as a tensor; see `rank_op`.
 
-    Args:
-      process_set_id: must be 0, the number of the process set of all ranks.
-      name: name of the operation in a graph.
-
     Raises:
-      ConfigError: `process_set_id` is not 0.
+      ConfigError: `process_set_id` is not 0, which is the process set of all ranks.
     """
     refuse_process_set_id(process_set_id)
     return tf.constant(size(), tf.int32, name=name or "size")

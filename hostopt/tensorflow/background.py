@@ -1,11 +1,8 @@
 """Graph operations that call Python functions which may block, without blocking a pool thread.
 
-A Python function runs on a thread of the inter-op pool, and blocks that thread while it waits.
-With as many waiting calls as the pool has threads, no other operation of the step can run, and
-ranks that wait for each other deadlock. Asynchronous kernels do not block pool threads: the kernel
-`DatasetToSingleElement` runs on a separate thread. A function that may block is therefore the
-map function of a dataset with one element. Any number of such calls can wait at the same time, in
-a pool of any size.
+With as many waiting calls as TensorFlow's pool has threads, no other operation of the step could
+run, and ranks that wait for each other would deadlock. "Threads" in docs/architecture.md describes
+the way around it.
 """
 
 from __future__ import annotations
@@ -123,9 +120,7 @@ def _as_graph_function(build: Callable[..., Any], inputs: Sequence[tf.Tensor]) -
 def abort_on_error(communicator: Communicator, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function that a graph calls: a HostOptError aborts the ring before it is re-raised.
 
-    TensorFlow reports the error as text only, so this is the last place that knows its type. The
-    ring is aborted by the code that first raises inside a collective, and otherwise here, in the
-    thread of the reducer, or when a communicator is left by an exception.
+    TensorFlow reports the error as text only, so this is the last place that knows its type.
     """
 
     def call(*arrays: Array) -> Any:

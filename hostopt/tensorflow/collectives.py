@@ -106,11 +106,7 @@ def grouped_allreduce(
 ) -> list[Any]:
     """Reduces tensors over the ranks together; see `allreduce` for the arguments.
 
-    Args:
-      tensors: the tensors, the same number on all ranks.
-
-    Returns:
-      The results, in the same order.
+    All ranks give the same number of tensors, and get the results in their order.
     """
     del ignore_name_scope
     values = [
@@ -396,14 +392,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: Any = None,
 ) -> list[tf.Tensor]:
-    """Gathers several tensors; see `allgather` for the arguments.
-
-    Args:
-      tensors: the tensors, the same number on all ranks.
-
-    Returns:
-      The results, in the same order.
-    """
+    """Gathers tensors, the same number on all ranks; see `allgather` for the arguments."""
     del ignore_name_scope
     refuse_process_set(process_set)
     name = call_name("grouped_allgather", name)
@@ -420,14 +409,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Reduces several tensors; see `reducescatter` for the arguments.
-
-    Args:
-      tensors: the tensors, the same number on all ranks.
-
-    Returns:
-      The rows of this rank, in the same order.
-    """
+    """Reduces tensors, the same number on all ranks; see `reducescatter` for the arguments."""
     name = call_name("grouped_reducescatter", name)
     return [
         reducescatter(
@@ -445,11 +427,7 @@ def grouped_reducescatter(
 
 
 def barrier(process_set: Any = None, name: str | None = None) -> Any:
-    """Waits until every rank has called this.
-
-    Args:
-      process_set: must be None or `global_process_set`.
-      name: name of the call, the same on all ranks.
+    """Waits until every rank has called this; see `allreduce` for the arguments.
 
     Returns:
       In a graph the operation that waits; None if called eagerly.

@@ -8,14 +8,10 @@ import tensorflow as tf
 
 
 class Compressor:
-    """Base of compressors. A subclass of a program may override both methods.
+    """Base of compressors. A subclass of a program may override both methods."""
 
-    Attributes:
-      wire_format: "fp16" or "bf16" if hostopt itself compresses, block by block, while tensors
-        travel between hosts; sums are then in float32. A subclass that overrides `compress` or
-        `decompress` is called instead.
-    """
-
+    # "fp16" or "bf16" if hostopt itself compresses, block by block, while tensors travel between
+    # hosts; sums are then in float32. A subclass that overrides a method is called instead.
     wire_format: str | None = None
 
     @staticmethod

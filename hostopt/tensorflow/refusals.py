@@ -140,14 +140,7 @@ global_process_set = ProcessSet()
 
 
 def add_process_set(process_set: Any) -> ProcessSet:
-    """Refuses a further process set.
-
-    Args:
-      process_set: ranks, or a process set.
-
-    Raises:
-      ConfigError: always.
-    """
+    """Refuses a further process set, with a ConfigError."""
     del process_set
     raise ConfigError(_NO_PROCESS_SETS)
 
