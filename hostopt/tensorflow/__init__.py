@@ -31,11 +31,7 @@ from hostopt.tensorflow.collectives import (
     reducescatter,
 )
 from hostopt.tensorflow.ops import all_reduce, overlap
-from hostopt.tensorflow.optimizer import (
-    DistributedGradientTape,
-    DistributedOptimizer,
-    PartialDistributedGradientTape,
-)
+from hostopt.tensorflow.optimizer import DistributedOptimizer
 from hostopt.tensorflow.reductions import reduce_in_buckets
 from hostopt.tensorflow.refusals import missing_attribute
 from hostopt.tensorflow.variables import (
@@ -43,6 +39,7 @@ from hostopt.tensorflow.variables import (
     broadcast_,
     broadcast_object_fn,
 )
+from hostopt.tensorflow.wrapping import DistributedGradientTape, PartialDistributedGradientTape
 
 __all__ = [  # noqa: F811
     "BroadcastGlobalVariablesHook",
