@@ -86,29 +86,24 @@ def reduce_gradients(instance: Any, *arguments: Any) -> list[Any]:
 # -- variables that each rank trains on its own, as in models distributed over the ranks ----
 
 
+@dataclasses.dataclass(eq=False)
 class LocalSources:
-    """Variables whose gradients are not reduced.
+    """Variables whose gradients are not reduced."""
 
-    Args:
-      is_scaled: True divides their gradients by the number of ranks, as if they were averaged with
-        zeros of the other ranks.
-      factor: their gradients are multiplied by it, too.
-    """
-
-    def __init__(self, is_scaled: bool, factor: float = 1.0) -> None:
-        self._is_scaled = is_scaled
-        self._factor = factor
-        self._sources: dict[int, Any] = {}  # by id, as variables have no other identity
+    # True divides their gradients by size, as if they were averaged with zeros of other ranks
+    is_scaled: bool
+    factor: float = 1.0  # by which their gradients are multiplied, too
+    by_id: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def add(self, source: Any) -> None:
         """Makes a variable, or another source of a tape, local."""
         source = _without_wrapper(source)
-        self._sources[id(source)] = source
+        self.by_id[id(source)] = source
         if not tf.executing_eagerly():  # a program may make a tape for each step
             tf.compat.v1.add_to_collection(LOCAL, source)
 
     def __contains__(self, source: Any) -> bool:
-        return id(_without_wrapper(source)) in self._sources
+        return id(_without_wrapper(source)) in self.by_id
 
     def reduce(
         self,
@@ -125,7 +120,7 @@ class LocalSources:
         shared = [i for i, source in enumerate(sources) if source not in self]
         variables = [None if use_generic_names else sources[i] for i in shared]
         reduced = reduction.reduce([gradients[i] for i in shared], variables)
-        factor = self._factor / (reduction.ring().size if self._is_scaled else 1)
+        factor = self.factor / (reduction.ring().size if self.is_scaled else 1)
         results = list(gradients)
         for i, source in enumerate(sources):
             if source in self and gradients[i] is not None:
