@@ -83,7 +83,10 @@ def init(only_once: bool = False) -> ProcessRing:
 
 
 def shutdown() -> None:
-    """Leaves the ring, and makes TF_CONFIG visible again. Does nothing without a ring."""
+    """Leaves the ring, and makes TF_CONFIG visible again. `init` may be called anew.
+
+    Does nothing without a ring.
+    """
     with _lock:
         if _joined:
             _joined.pop().close()

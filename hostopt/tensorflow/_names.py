@@ -10,6 +10,7 @@ import tensorflow as tf
 from hostopt import process_ring
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
+from hostopt.process_ring import is_initialized, shutdown
 from hostopt.tensorflow._tf_private import fork_guard
 from hostopt.tensorflow.calls import call
 from hostopt.tensorflow.compression import Compression
@@ -101,16 +102,6 @@ def init(comm: Any = None, process_sets: Any = None, only_once: bool = False) ->
     refuse_process_set(process_sets or None)
     fork_guard.check()
     process_ring.init(only_once)
-
-
-def shutdown() -> None:
-    """Leaves the ring. `init` may be called again."""
-    process_ring.shutdown()
-
-
-def is_initialized() -> bool:
-    """Returns True between `init` and `shutdown`."""
-    return process_ring.is_initialized()
 
 
 def rank() -> int:
@@ -231,9 +222,7 @@ def mpi_enabled() -> bool:
     `mpi_built` and `mpi_threads_supported` return the same: hostopt is built without any library,
     and requires MPI's support of threads.
     """
-    if not process_ring.is_initialized():
-        return False
-    return process_ring.current().communicator.world is not None
+    return is_initialized() and process_ring.current().communicator.world is not None
 
 
 mpi_built = mpi_threads_supported = mpi_enabled
