@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from hostopt.errors import ConfigError
-from hostopt.tensorflow import keras_callbacks
+from hostopt.tensorflow._keras_api import callbacks_for
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -32,4 +32,4 @@ if keras.backend.backend() != "tensorflow":
     MetricAverageCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
-) = keras_callbacks.callbacks_for(keras, __name__)
+) = callbacks_for(keras, __name__)

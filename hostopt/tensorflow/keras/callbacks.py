@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hostopt.tensorflow import keras_callbacks
+from hostopt.tensorflow._keras_api import callbacks_for
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -25,4 +25,4 @@ if hasattr(keras, "ops"):  # which Keras 3 has
     MetricAverageCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
-) = keras_callbacks.callbacks_for(keras, __name__)
+) = callbacks_for(keras, __name__)
