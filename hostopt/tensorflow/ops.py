@@ -32,7 +32,7 @@ def all_reduce(
     Args:
       tensor: tensor of any shape, one of `hostopt.collectives.reduce_op.DTYPES`.
       communicator: reaches all ranks.
-      op: how to reduce.
+      op: the operator.
       name: name of the tensor, the same on all ranks; by default its name in the graph.
 
     Returns:
@@ -186,9 +186,6 @@ def overlap(tensor: tf.Tensor) -> tf.Tensor:
 
     Args:
       tensor: output of a layer, for example.
-
-    Returns:
-      The same tensor.
     """
     return _split_clusters(tensor)
 
