@@ -40,8 +40,7 @@ import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.messages import CallMessages
-from hostopt.collectives.ring_schedule import SEGMENTS_AHEAD, Round, chunk_slices
-from hostopt.collectives.streams import Stripe
+from hostopt.collectives.ring_schedule import SEGMENTS_AHEAD, Round, Stripe, chunk_slices
 from hostopt.transport.base import Transport
 
 # Up to these sizes, doubling, and halving of 4 and 8 ranks, are faster than the ring.

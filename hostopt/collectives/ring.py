@@ -13,7 +13,8 @@ import concurrent.futures
 import functools
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,21 +22,24 @@ from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.pairs import MEDIUM_BYTES, SMALL_BYTES, Pairs
 from hostopt.collectives.ring_schedule import (
+    ONE_STREAM,
     SEGMENTS_AHEAD,
     Round,
+    Stripe,
     all_gather_rounds,
     all_reduce_rounds,
     chunk_slices,
     reduce_scatter_rounds,
     segments,
 )
-from hostopt.collectives.streams import ONE_STREAM, Stripe, run_on_streams
 from hostopt.collectives.wire_format import WireFormat, no_compression
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 from hostopt.transport.message import Payload, signature_of
 
 _LENGTH = struct.Struct("<Q")  # length of a string, at the start of its first message
+# With several streams, the least size of a stripe. A smaller one costs more than a thread saves.
+_LEAST_BYTES = 256 << 10
 
 
 class RingGroup:
@@ -156,8 +160,7 @@ class RingGroup:
                 await pairs(ONE_STREAM).double(flat, op)
                 return
             if size & (size - 1) == 0 and flat.nbytes <= MEDIUM_BYTES:
-                await run_on_streams(
-                    transport,
+                await self._run_on_streams(
                     flat.size // size,
                     flat.itemsize,
                     lambda stripe: pairs(stripe).halve(flat, op, rounds),
@@ -165,12 +168,27 @@ class RingGroup:
                 return
         count = 1 if rounds[0].send == rounds[0].recv else size
         chunks = [flat[each] for each in chunk_slices(flat.size, count)]
-        await run_on_streams(
-            transport,
+        await self._run_on_streams(
             chunks[0].size,
             (wire or no_compression(flat.dtype)).dtype.itemsize,
             lambda stripe: self._run_stripe(call, chunks, rounds, op, stripe),
         )
+
+    async def _run_on_streams(
+        self, length: int, itemsize: int, work: Callable[[Stripe], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Runs a schedule once for each stream that is worth it, on its loop; called on loop 0.
+
+        The longest chunk has `length` elements of `itemsize` bytes on the wire.
+        """
+        most = max(self._transport.options.segment_bytes // itemsize, 1)
+        least = min(max(_LEAST_BYTES // itemsize, 1), most)
+        streams = max(1, min(self._transport.streams, length // least))
+        if streams == 1:
+            await work(Stripe(0, 1, most))
+            return
+        stripes = [Stripe(each, streams, most) for each in range(streams)]
+        await event_loop.run_on_loops({each.stream: work(each) for each in stripes})
 
     async def _run_stripe(
         self,

@@ -20,6 +20,7 @@ depends only on the chunk, and the sums are copied, so all ranks get the same bi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -86,3 +87,29 @@ def segments(
     length = max(segment_bytes // chunk.itemsize, 1)
     for index, start in enumerate(range(0, max(chunk.size, at_least_one), length)):
         yield index, chunk[start : start + length]
+
+
+class Stripe(NamedTuple):
+    """The part of each chunk that one of the streams of a transport carries.
+
+    Each stream runs the schedule for its stripes, in a thread and on a connection of its own. An
+    element is reduced in the same order in any case, so the sums do not depend on the number of
+    streams.
+    """
+
+    stream: int
+    streams: int
+    most: int  # elements of a segment
+
+    def of(self, chunk: Array) -> Array:
+        """Returns the stripe of a chunk."""
+        stripe: Array = chunk[chunk_slices(chunk.size, self.streams)[self.stream]]
+        return stripe
+
+    def segments(self, stripe: Array, at_least_one: bool = True) -> Iterator[tuple[int, Array]]:
+        """Returns the segments of a stripe, with numbers that no other stream uses."""
+        for index, part in segments(stripe, self.most * stripe.itemsize, at_least_one):
+            yield index * self.streams + self.stream, part
+
+
+ONE_STREAM = Stripe(0, 1, sys.maxsize)
