@@ -42,7 +42,7 @@ from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Tag
 from hostopt.transport.security import Identity, Security
 from hostopt.transport.stall import Culprit, find_culprit
-from hostopt.transport.tcp import handshake
+from hostopt.transport.tcp import data_server
 from hostopt.transport.tcp.socket_stream import receive_frames
 
 pytestmark = pytest.mark.timeout(1200)
@@ -233,7 +233,7 @@ def test_a_greeting_is_accepted_or_refused(
         await caller.write([GREETING.pack(*fields), rest])
         caller._socket.shutdown(socket.SHUT_WR)
         try:
-            return await handshake.identify(
+            return await data_server.identify(
                 called, Identity(0, "7"), {1: "9"}.get, security_of(token)
             )
         finally:

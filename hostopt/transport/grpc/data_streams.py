@@ -21,8 +21,8 @@ from hostopt.transport.grpc.grpc_stream import ACCEPTED, END_OF_STREAM, GrpcStre
 from hostopt.transport.grpc.ring import Ring
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.grpc.server import RpcServer
-from hostopt.transport.tcp import data_server, handshake
-from hostopt.transport.tcp.data_server import DataServer
+from hostopt.transport.tcp import data_server
+from hostopt.transport.tcp.data_server import DataServer, HandshakeError
 from hostopt.transport.tcp.data_socket import DataSocket
 from hostopt.transport.tcp.socket_stream import RECEIVED_ALL, SocketStream, receive_frames
 
@@ -238,7 +238,7 @@ class IncomingStreams:
 
     async def _receive(self, connection: DataSocket, peer: int, stream: int) -> None:
         self._check_is_closed(peer, stream)
-        await asyncio.wait_for(handshake.accept(connection), limits.HANDSHAKE_S)
+        await asyncio.wait_for(data_server.accept(connection), limits.HANDSHAKE_S)
         self._check_is_closed(peer, stream)
         self._open.add((peer, stream))
         reason = "connection reset"
@@ -272,9 +272,9 @@ class IncomingStreams:
 
     def _check_is_closed(self, peer: int, stream: int) -> None:
         if stream >= self._peers.most_streams:
-            raise handshake.HandshakeError(f"rank {peer} opens stream {stream}, which is too many")
+            raise HandshakeError(f"rank {peer} opens stream {stream}, which is too many")
         if (peer, stream) in self._open:
-            raise handshake.HandshakeError(f"rank {peer} has a stream already")
+            raise HandshakeError(f"rank {peer} has a stream already")
 
     def _abort_on_bad_frame(self, peer: int, error: ProtocolError) -> None:
         cluster, rank = self._peers.cluster, self._peers.rank

@@ -16,7 +16,7 @@ from sockets import run
 from hostopt.cluster.cluster import Cluster
 from hostopt.options import Options
 from hostopt.transport.security import Identity, Security
-from hostopt.transport.tcp import data_server, handshake
+from hostopt.transport.tcp import data_server
 from hostopt.transport.tcp.data_server import DataServer
 from hostopt.transport.tcp.data_socket import DataSocket
 
@@ -43,7 +43,7 @@ class Server:
     async def serve(self, connection: DataSocket, peer: int, stream: int) -> None:
         assert stream == 0
         self.peers.append(peer)
-        await handshake.accept(connection)
+        await data_server.accept(connection)
         await connection.write([b"!"])
 
     async def open_connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

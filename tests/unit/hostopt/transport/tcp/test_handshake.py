@@ -13,9 +13,9 @@ from sockets import data_sockets, run
 from hostopt.cluster.cluster import Cluster
 from hostopt.options import Options
 from hostopt.transport.security import Identity, Security
-from hostopt.transport.tcp import handshake
+from hostopt.transport.tcp import data_server
+from hostopt.transport.tcp.data_server import HandshakeError
 from hostopt.transport.tcp.data_socket import DataSocket
-from hostopt.transport.tcp.handshake import HandshakeError
 
 CALLER, CALLED = Identity(1, "a1b2"), Identity(0, "c3d4")
 ADDRESSES = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
@@ -28,8 +28,8 @@ def security_of(token: str | None) -> Security:
 
 async def identify(connection: DataSocket, token: str | None, **known: str) -> tuple[int, int]:
     incarnations = {CALLER.rank: CALLER.incarnation, **{int(k[1:]): v for k, v in known.items()}}
-    peer = await handshake.identify(connection, CALLED, incarnations.get, security_of(token))
-    await handshake.accept(connection)
+    peer = await data_server.identify(connection, CALLED, incarnations.get, security_of(token))
+    await data_server.accept(connection)
     return peer
 
 
@@ -50,7 +50,7 @@ async def both(
             connection.close()  # as the data server and the stream do
             return error
 
-    calling = handshake.introduce(client, caller, called, security_of(caller_token), stream)
+    calling = data_server.introduce(client, caller, called, security_of(caller_token), stream)
     return await asyncio.gather(
         end_after(calling, client), end_after(identify(server, called_token), server)
     )
@@ -69,11 +69,11 @@ def test_the_number_of_the_stream_is_proved() -> None:
 
         async def write_changed(parts: Any) -> None:
             client.write = write  # type: ignore[method-assign]
-            fields = handshake._GREETING.unpack(*parts)
-            await write([handshake._GREETING.pack(*fields[:3], 5, *fields[4:])])
+            fields = data_server._GREETING.unpack(*parts)
+            await write([data_server._GREETING.pack(*fields[:3], 5, *fields[4:])])
 
         client.write = write_changed  # type: ignore[method-assign, assignment]
-        calling = handshake.introduce(client, CALLER, CALLED, security_of(TOKEN))
+        calling = data_server.introduce(client, CALLER, CALLED, security_of(TOKEN))
         with pytest.raises(HandshakeError, match="token"):
             await asyncio.gather(calling, identify(server, TOKEN))
 
@@ -120,7 +120,7 @@ def test_a_recorded_handshake_is_useless() -> None:
             await write(parts)
 
         client.write = write_and_record  # type: ignore[method-assign, assignment]
-        calling = handshake.introduce(client, CALLER, CALLED, security_of(TOKEN))
+        calling = data_server.introduce(client, CALLER, CALLED, security_of(TOKEN))
         await asyncio.gather(calling, identify(server, TOKEN))
         return bytes(written)
 
@@ -140,8 +140,8 @@ def test_a_proof_cannot_be_reflected() -> None:
     async def reflect() -> None:
         client, server = data_sockets()
         identifying = asyncio.ensure_future(identify(server, TOKEN))
-        greeting = handshake._GREETING.pack(
-            b"HOD", handshake.WIRE_VERSION, 1, 0, 0xA1B2, 0xC3D4, secrets.token_bytes(16)
+        greeting = data_server._GREETING.pack(
+            b"HOD", data_server.WIRE_VERSION, 1, 0, 0xA1B2, 0xC3D4, secrets.token_bytes(16)
         )
         await client.write([greeting])
         answer = await client.read_exactly(80)
