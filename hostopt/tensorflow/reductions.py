@@ -20,8 +20,7 @@ from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import CollectiveMismatchError, ConfigError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.bucket_reducer import BucketReducer
-from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table, times
-from hostopt.gradients.fused_exchange import FusedExchange
+from hostopt.gradients.fused_exchange import DenseValue, FusedExchange, Rows, Table, times
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import AnyReducer, open_reducer
 from hostopt.tensorflow._tf_private import call_python

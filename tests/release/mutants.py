@@ -41,7 +41,7 @@ GROUPS = {
         hostopt/collectives/pairs.py hostopt/collectives/shared_memory.py""",
     "reducers": "hostopt/gradients/*reducer.py",
     "buckets": "hostopt/gradients/bucket.py",
-    "exchange": "hostopt/gradients/fused_exchange.py hostopt/gradients/exchange_buffer.py",
+    "exchange": "hostopt/gradients/fused_exchange.py",
     "reduction": """estimator_ext/reduction/gradient_reduction.py
         hostopt/tensorflow/gradient_reduction.py""",
     "unreduced": "estimator_ext/reduction/unreduced_updates.py",

@@ -15,8 +15,7 @@ from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError, NonFiniteGradientError
 from hostopt.gradients.bucket import TensorSpec
-from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table
-from hostopt.gradients.fused_exchange import FusedExchange
+from hostopt.gradients.fused_exchange import DenseValue, FusedExchange, Rows, Table
 
 FLOAT32, FLOAT64, INT64 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
