@@ -8,8 +8,7 @@ import numpy as np
 
 from hostopt import Communicator
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
-from hostopt.gradients.bucket_reducer import InlineReducer
-from hostopt.gradients.reducer import open_reducer
+from hostopt.gradients.reducer import InlineReducer, open_reducer
 
 
 class Gradients:

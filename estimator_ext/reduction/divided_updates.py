@@ -51,8 +51,8 @@ from estimator_ext.reduction.divided_slots import (
 from estimator_ext.reduction.locked_reads import Window, can_lock, initializing
 from hostopt.collectives.communicator import all_gather_json
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
-from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.divided_update import DividedUpdate
+from hostopt.gradients.reducer import BucketReducer
 from hostopt.tensorflow._tf_private import call_python
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 

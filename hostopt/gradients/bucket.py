@@ -17,13 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from hostopt.collectives.call import Array
+from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import PIECE, all_within
 from hostopt.collectives.ring_schedule import chunk_slices
+from hostopt.collectives.shared_memory import SharedMemoryChannel
 
 # TensorFlow uses an array without copying it if the array is aligned to this many bytes. No vector
 # of a processor is longer.
 ALIGNMENT_BYTES = 64
+_MAX_SLOTS = 64  # bits of the free mask of `SharedSlots`
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,54 @@ class BufferPool:
             self.buffers.append(self._bucket.new_buffer())
             return len(self.buffers) - 1
         return free[0]
+
+
+class SharedSlots:
+    """Buffers of one bucket in memory that all ranks of one host share.
+
+    A rank may reuse a slot if it holds no view of it. Before each use the ranks combine their
+    masks of free slots with a bitwise AND, and take a slot that is free on all ranks. If there is
+    none, they allocate another slot. A training that holds no reduced gradients between steps
+    needs a single slot.
+    """
+
+    def __init__(self, communicator: Communicator, bucket: Bucket) -> None:
+        assert communicator.memory is not None
+        self._memory = communicator.memory
+        self._bucket = bucket
+        self.slots: list[Array] = []
+        self._can_allocate = True
+
+    def take(
+        self, call: CollectiveCall, preferred: int = 0
+    ) -> tuple[SharedMemoryChannel, int] | None:
+        """Returns the channel of the ranks, and the index of a slot that is free on all.
+
+        Collective: all ranks must call it. Then they must reach a barrier, unless it returns None:
+        no memory is left.
+        """
+        channel = self._memory.channel_of_all(self._bucket.nbytes)
+        if channel is None:
+            return None
+        free_mask = sum(1 << index for index in free_buffers(self.slots))
+        free_mask = channel.counters.all_reduce_band(free_mask, call)
+        if free_mask >> preferred & 1:
+            return channel, preferred
+        if not free_mask:
+            if not self._allocate_slot():
+                return None
+            free_mask = 1 << (len(self.slots) - 1)
+        return channel, (free_mask & -free_mask).bit_length() - 1  # lowest set bit
+
+    def _allocate_slot(self) -> bool:
+        """Allocates a slot on all ranks. After a failure it is not tried again."""
+        if self._can_allocate and len(self.slots) < _MAX_SLOTS:
+            memory = self._memory.allocate(self._bucket.buffer_bytes)
+            self._can_allocate = memory is not None
+            if memory is not None:
+                self.slots.append(self._bucket.buffer_in(memory))
+                return True
+        return False
 
 
 def free_buffers(buffers: Sequence[Array]) -> list[int]:

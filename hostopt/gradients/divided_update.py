@@ -22,8 +22,7 @@ from hostopt.collectives import chunks
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.shared_memory import SharedMemoryChannel
-from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, BufferPool, uncounted
-from hostopt.gradients.bucket_reducer import SharedSlots
+from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, BufferPool, SharedSlots, uncounted
 
 
 class DividedUpdate:

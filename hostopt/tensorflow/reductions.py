@@ -19,10 +19,9 @@ from hostopt.collectives.reduce_op import DTYPES, ReduceOp
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import CollectiveMismatchError, ConfigError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
-from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.fused_exchange import DenseValue, FusedExchange, Rows, Table, times
 from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducer import AnyReducer, open_reducer
+from hostopt.gradients.reducer import AnyReducer, BucketReducer, open_reducer
 from hostopt.tensorflow._tf_private import call_python
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background, in_order
 from hostopt.tensorflow.ops import StopSaveFlags, all_reduce

@@ -21,9 +21,8 @@ import tensorflow as tf
 import train
 
 from estimator_ext.session import preemption
-from hostopt.gradients.bucket_reducer import InlineReducer
 from hostopt.gradients.fused_exchange import FusedExchange
-from hostopt.gradients.reducer import Reducer
+from hostopt.gradients.reducer import InlineReducer, Reducer
 
 
 def stuck_in_user_code() -> None:

@@ -39,7 +39,7 @@ GROUPS = {
     "ring": """hostopt/collectives/ring.py hostopt/collectives/ring_schedule.py
         hostopt/collectives/communicator.py hostopt/collectives/host_memory.py
         hostopt/collectives/pairs.py hostopt/collectives/shared_memory.py""",
-    "reducers": "hostopt/gradients/*reducer.py",
+    "reducers": "hostopt/gradients/reducer.py",
     "buckets": "hostopt/gradients/bucket.py",
     "exchange": "hostopt/gradients/fused_exchange.py",
     "reduction": """estimator_ext/reduction/gradient_reduction.py

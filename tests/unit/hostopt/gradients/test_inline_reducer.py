@@ -13,8 +13,8 @@ from hostopt.collectives import shared_file
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import PeerLostError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
-from hostopt.gradients.bucket_reducer import InlineReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.gradients.reducer import InlineReducer
 from hostopt.gradients.step_stats import StepTimes
 
 SHAPES = [(3,), (2, 50_000), (), (700, 700)]  # blocks of one, and of several

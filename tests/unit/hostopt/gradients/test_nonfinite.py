@@ -14,9 +14,8 @@ from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.host_memory import HostMemory
 from hostopt.errors import NonFiniteGradientError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
-from hostopt.gradients.bucket_reducer import InlineReducer
 from hostopt.gradients.nonfinite import ALLOW, NonFiniteCheck, find_nonfinite
-from hostopt.gradients.reducer import open_reducer
+from hostopt.gradients.reducer import InlineReducer, open_reducer
 
 NAN, INF = float("nan"), float("inf")
 LARGEST = float(np.finfo(np.float32).max)

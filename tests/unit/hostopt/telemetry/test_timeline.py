@@ -19,9 +19,8 @@ from hostopt.cluster.cluster import Cluster
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ConfigError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
-from hostopt.gradients.bucket_reducer import InlineReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducer import Reducer
+from hostopt.gradients.reducer import InlineReducer, Reducer
 from hostopt.gradients.step_stats import StepTimes
 from hostopt.telemetry import timeline as timeline_module
 from hostopt.telemetry.timeline import Timeline, Track, path_of_rank
