@@ -31,11 +31,9 @@ _reported: weakref.WeakSet[Transport] = weakref.WeakSet()  # that memory is miss
 class HierarchicalAllReduce:
     """Two-level all-reduce: in shared memory within each host, over the network between hosts.
 
-    With hosts A (ranks 0, 1) and B (ranks 2, 3):
-
-        [H1] each host reduces in shared memory                  0+1       2+3
-        [H2] the leaders, ranks 0 and 2, all-reduce on a ring      0+1+2+3
-        [H3] each leader broadcasts the result on its host       1 from 0, 3 from 2
+        [H1] each host reduces in shared memory
+        [H2] the leaders, which are the first ranks of the hosts, all-reduce on a ring
+        [H3] each leader broadcasts the result on its host
 
     With one host, only [H1] runs. A rank that is alone on its host has no shared memory.
 

@@ -1,8 +1,7 @@
 """Groups of ranks that share a host.
 
 Two ranks share a host if they run on the same kernel, identified by its boot id, and see the same
-/dev/shm. Host names and addresses prove neither. The first rank of each host is its *leader*.
-Leaders reduce over the network what their hosts have reduced in memory.
+/dev/shm. Host names and addresses prove neither.
 """
 
 from __future__ import annotations

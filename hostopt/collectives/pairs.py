@@ -1,33 +1,26 @@
 """Exchanges of pairs of ranks: doubling for small arrays, halving and doubling for medium ones.
 
-**Recursive doubling** all-reduces in log2(size) rounds instead of 2 (size - 1). In round i, rank r
-exchanges its sum with rank r XOR 2**i. With 4 ranks, each entry is the ranks whose values the sum
-contains:
+**Recursive doubling** all-reduces. In round i, rank r exchanges its sum with rank r XOR 2**i. With
+4 ranks, each entry is the ranks whose values the sum contains:
 
     round    r0      r1      r2      r3
       0      01      01      23      23
       1      0123    0123    0123    0123
 
 If the number of ranks is not a power of two, the first `extra` odd ranks hand their values to
-their even neighbours before, and get the result from them afterwards. Each rank sends log2(size)
-times the array, so larger arrays are reduced in another way.
+their even neighbours before, and get the result from them afterwards.
 
 **Recursive halving**, of 2**k ranks, is a reduce-scatter. In each round, a rank exchanges half of
-the chunks that it still reduces with a partner, and adds what it receives to the other half. The
-distance of the partner halves each time. With 4 ranks, each entry is the chunks that a rank still
-reduces:
+the chunks that it still reduces with a partner, and adds what it receives to the other half. With
+4 ranks, each entry is the chunks that a rank still reduces; the all-gather takes the steps back:
 
     distance    r0      r1      r2      r3
                 0123    0123    0123    0123
        2        01      01      23      23
        1        0       1       2       3
 
-The all-gather takes the same steps back. That is as many bytes as on the ring, in 2 log2(size)
-messages instead of 2 (size - 1).
-
-After R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication operations
-in MPICH" (2005). The operands of each sum are in rank order, and the sums are copied, so all ranks
-get the same bits.
+The operands of each sum are in rank order, and the sums are copied, so all ranks get the same
+bits. docs/algorithms.md has the numbers of messages and bytes, and the source.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Ring collectives: the schedules of `ring_schedule` on flat buffers, and byte strings.
 
 A chunk travels as *segments* of at most `segment_bytes`. A rank forwards each segment as soon as
-it is reduced, so reduction and both directions of the network overlap:
-
-    previous rank --segment--> reduce or copy --segment--> next rank
+it is reduced, so reduction and both directions of the network overlap.
 """
 
 from __future__ import annotations

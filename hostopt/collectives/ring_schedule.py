@@ -1,21 +1,8 @@
 """Ring schedules: the chunks that each rank sends and receives in each round.
 
-The flat buffer of n elements is cut into `size` *chunks*. Rank r reduces chunk r. In each *round*
-every rank sends one chunk to the next rank and receives one chunk from the previous rank.
-
-All-reduce with 3 ranks r0, r1, r2. Each number is the chunk that the rank sends:
-
-    round        r0    r1    r2
-      0   +       2     0     1      reduce-scatter: the receiver adds
-      1   +       1     2     0      ... now rank r holds the sum of chunk r
-      2   =       0     1     2      all-gather: the receiver copies
-      3   =       2     0     1      ... now every rank holds every sum
-
-The chunk received in a round is the chunk sent in the next round.
-
-After P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations" (2009). Every rank sends 2 (size - 1) / size of the buffer. The order of additions
-depends only on the chunk, and the sums are copied, so all ranks get the same bits.
+A flat buffer is cut into `size` *chunks*, of which rank r reduces chunk r. In each *round* every
+rank sends one chunk to the next rank and receives one from the previous rank, which it sends in
+the next round. docs/algorithms.md has the tables and the source.
 """
 
 from __future__ import annotations
@@ -62,8 +49,7 @@ def all_gather_rounds(rank: int, size: int) -> list[Round]:
 def all_reduce_rounds(rank: int, size: int) -> list[Round]:
     """Rounds of an all-reduce: a reduce-scatter and an all-gather.
 
-    Two ranks exchange their whole buffers instead. That sends as many bytes as the ring of two, in
-    one round instead of two.
+    Two ranks exchange their whole buffers instead: as many bytes, in one round instead of two.
     """
     if size == 2:
         return [Round(0, 0, reduce=True)]

@@ -1,8 +1,7 @@
 """Synchronization of the ranks of one host through counters in shared memory.
 
-Each rank writes to its own cache line and reads those of the others. The stores are plain 8-byte
-stores after the data. x86-64 makes stores visible to other cores in program order;
-`collectives.hosts` checks the architecture.
+Each rank writes to its own cache line and reads those of the others. Stores are plain, 8 bytes,
+and follow the data: x86-64, which `collectives.hosts` checks, keeps their order.
 """
 
 from __future__ import annotations

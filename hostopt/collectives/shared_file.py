@@ -1,8 +1,7 @@
 """Memory shared by the processes of one host: a file in /dev/shm, unlinked after all have it open.
 
-The file has a name only while the ranks open it. After that it exists until the last of them has
-ended. A creator that is killed earlier leaves an unlocked file behind. The next
-process that creates a shared file removes it.
+After that it exists until the last of them has ended. A creator that is killed earlier leaves an
+unlocked file behind, which the next process that creates a shared file removes.
 """
 
 from __future__ import annotations

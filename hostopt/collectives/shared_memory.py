@@ -1,46 +1,36 @@
 """Collectives among the ranks of one host, in shared memory.
 
-The data goes through shared memory in *blocks*. Each rank has a *staging buffer*, which it writes
-and the others read. After writing, a rank increments its *sequence counter* and waits until the
-counters of all others have reached the same value: a barrier.
+The data goes through shared memory in *blocks*, which stay in cache. Each rank has a *staging
+buffer*, which it writes and the others read. After writing, a rank increments its *sequence
+counter* and waits until the counters of all others have reached the same value: a barrier. All
+ranks reduce in rank order, and so get the same bits.
 
 All-reduce of two ranks:
 
     [X1] each rank copies the block to its staging buffer              barrier
     [X2] each rank reduces its values with those of the other rank
 
-A staging buffer has several slots, used in turn. A slot is written again only after a later
-barrier, which both ranks reach after they have read the slot.
-
 All-reduce of n > 2 ranks. A block is cut into n chunks; rank r reduces chunk r:
 
     [R1] each rank copies the chunks of the others to its buffer       barrier
-    [R2] rank r reduces chunk r of all ranks, in rank order, into the
-         shared sums                                                   barrier
+    [R2] rank r reduces chunk r of all ranks into the shared sums      barrier
     [R3] each rank copies the other chunks from the sums
 
-The staging buffers are written again after the second barrier, when all chunks are reduced. The
-sums are written again after the first barrier of the next block, when all ranks have copied them.
-
-Reduce-scatter of n >= 2 ranks into shared memory that all ranks then read in place. The whole
-buffer is cut into n chunks. One piece of each chunk goes through the blocks at a time:
+Reduce-scatter of n >= 2 ranks into shared memory that all ranks then read in place. One piece of
+each of the n chunks of the whole buffer goes through the blocks at a time:
 
     [S1] each rank copies its pieces of the others' chunks             barrier
-    [S2] rank r reduces the piece of chunk r of all ranks, in rank
-         order, into the result
-         after the last piece                                          barrier
+    [S2] rank r reduces the piece of chunk r of all ranks into the
+         result; after the last piece                                  barrier
 
-That is half the copying of an all-reduce: nothing is written that no other rank needs.
-
-All-gather of byte strings of different lengths, for n >= 2 ranks:
+All-gather of byte strings. After the first block, all ranks know the number of blocks:
 
     [B1] each rank copies the length of its string and its first bytes
          to its buffer, later the rest, block by block                 barrier
     [B2] each rank copies the bytes of the others from their buffers
 
-After the first block, all ranks know all lengths, and so the number of blocks.
-
-The blocks stay in cache. All ranks reduce in the same order and so get the same bits.
+A staging buffer has several slots, used in turn. A slot, and the shared sums, are written again
+only after a later barrier, which all ranks reach after they have read them.
 """
 
 from __future__ import annotations
@@ -77,13 +67,9 @@ def _slot_count(count: int) -> int:
 class StagingBuffers:
     """Addresses the blocks of the current slot in memory of `channel_bytes`.
 
-    For n ranks, the memory contains
-
-        counters            a cache line for each rank; see `sequence_counters`
-        staging buffers     one for each rank, which it writes and the others read
-        sums                one more buffer, for n > 2
-
-    A buffer consists of *slots* of one block each. All ranks use the same slot at the same time.
+    The counters of `sequence_counters` come first, then the staging buffer of each rank and, for n
+    > 2, one more buffer for the sums. A buffer consists of *slots* of one block each. All ranks
+    use the same slot at the same time.
     """
 
     def __init__(self, memory: memoryview, count: int, block_bytes: int) -> None:

@@ -1,8 +1,7 @@
 """Wire formats: float32 gradients are sent as fp16 or bf16, which halves the bytes.
 
-Sums stay float32. Both formats round to nearest, ties to even. Values that are too large become
-infinities, and NaNs stay NaNs. Conversions of fp16 work on blocks that stay in the cache, so that
-they do not slow the ring down.
+Both round to nearest, ties to even. Values that are too large become infinities, and NaNs stay
+NaNs. Conversions of fp16 work on blocks that stay in the cache.
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ class WireFormat:
     """Encoding of the values of a buffer on the wire, for contiguous arrays of shape [n].
 
     Values that have the dtype of the wire already are sent unchanged. Others need scratch memory:
-    use the format in one thread, and `of` in the threads of streams.
-
-    Args:
-      name: in `Options.compression`; part of the signature that ranks compare.
-      dtype: dtype on the wire.
+    use the format in one thread, and `of` in the threads of streams. The `name` is that of
+    `Options.compression`, and part of the signature that ranks compare.
     """
 
     def __init__(self, name: str, dtype: np.dtype[Any]) -> None:

@@ -190,9 +190,8 @@ class SharedSlots:
     """Buffers of one bucket in memory that all ranks of one host share.
 
     A rank may reuse a slot if it holds no view of it. Before each use the ranks combine their
-    masks of free slots with a bitwise AND, and take a slot that is free on all ranks. If there is
-    none, they allocate another slot. A training that holds no reduced gradients between steps
-    needs a single slot.
+    masks of free slots, and take one that is free on all ranks. If there is none, they allocate
+    another.
     """
 
     def __init__(self, communicator: Communicator, bucket: Bucket) -> None:

@@ -5,10 +5,7 @@ A step calls `note`, `begin` and `join`. Between the last two it updates its par
     note    the variables have these values; then it releases them
     begin   takes memory that no rank holds any longer, usually that of the last update, with the
             values of its parts
-    join    waits for the parts of the other ranks
-
-The ranks of one host share the memory. Otherwise each has its own, and the parts are gathered over
-the network. Values of earlier updates stay as they are as long as a rank holds them.
+    join    waits for the parts of the other ranks, which share the memory or send them
 """
 
 from __future__ import annotations

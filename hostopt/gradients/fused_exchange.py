@@ -1,9 +1,8 @@
 """Reduction of small dense arrays and sparse gradients of a step in one exchange.
 
 Every rank sends one buffer to every other rank, and combines the buffers of all ranks in rank
-order. A step therefore needs one round of messages, however many tensors it has, and all ranks get
-the same bits. Each rank receives (size - 1) buffers. Large dense gradients are reduced in buckets
-instead, which receive less.
+order: one round of messages, however many tensors a step has, and the same bits on all ranks. Each
+rank receives (size - 1) buffers, so large dense gradients are reduced in buckets instead.
 
 A buffer holds, each part padded to 8 bytes:
 
@@ -11,9 +10,9 @@ A buffer holds, each part padded to 8 bytes:
     arrays    the dense arrays, grouped by dtype and operator
     rows      for each kind of row: keys int64 [n], then values [n, width]
 
-Rows are of one kind if dtype, width, index dtype and summing are the same. The rows of all tables
-of a kind are stored as one array. The key of a row is the position of its table in the upper bits
-and the index of the row in the lower bits. Sorting by key therefore sorts all tables together.
+Rows of all tables are of one kind if dtype, width, index dtype and summing are the same. The key
+of a row is the position of its table in the upper bits and the index of the row in the lower bits,
+so sorting by key sorts all tables of a kind together.
 """
 
 from __future__ import annotations

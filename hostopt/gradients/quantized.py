@@ -1,10 +1,9 @@
 """Sums of float32 arrays that travel as small integers, with error feedback.
 
-Each row of 256 values is divided by a scale of its own and rounded to 8 or 4 bits. What the
-rounding leaves out is added to the values of the next sum, so that no part of them is lost (Seide
-et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes
-SignSGD"). Each rank sends its integers to all others, and all of them add the same values in the
-order of the ranks, in float32.
+What the rounding leaves out is added to the values of the next sum, so that no part of them is
+lost (Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error
+Feedback Fixes SignSGD"). Each rank sends its integers to all others, and all of them add the same
+values in the order of the ranks, in float32.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The event loops of the process, each one thread that sends, receives and runs collectives.
 
-No message is handed to another thread, which would cost half as much again as the message. Loop 0
-serves all transports of a process, as grpc.aio requires. The others share large collectives with
-it: each has data sockets of its own, so they send, receive and add at the same time.
+Loop 0 serves all transports of a process, as grpc.aio requires. The others share large collectives
+with it: each has data sockets of its own.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 Two ranks may detect the same mismatch at the same time, each with another neighbour. So the rank
 that detects it asks all ranks for their calls, and all ranks report the same text.
 
-Calls on different channels may be made at the same time and in any order, so two ranks that wait
-in different calls may each be about to make the other's. Rank 0 looks at the waits of all ranks
-again and again. They prove a deadlock if nothing that is waited for is on its way, and if no rank
-has computed anything since the last look, or if they last longer than a stall that is warned of.
+Two ranks that wait in calls on different channels may each be about to make the other's. The waits
+of all ranks prove a deadlock if nothing that is waited for is on its way, and if no rank has
+computed anything since the last look, or if they last longer than a stall that is warned of.
 """
 
 from __future__ import annotations

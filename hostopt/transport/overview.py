@@ -1,17 +1,6 @@
 """Overview of a ring for an observer: what each rank is doing, and which rank the others wait for.
 
-The details of a rank, in types that JSON supports::
-
-    step          global_step of a training with Estimator; None otherwise
-    memory_bytes  resident memory; None if it cannot be read
-    versions      of hostopt, Python and TensorFlow
-    missing       the first ranks that have not connected, during the rendezvous
-    wait          the longest wait for a message: peer, what, for_s
-    send          the longest send that a peer has yet to take: peer, for_s
-    last          the last event of a collective: what, step, ago_s
-    error         the error that aborted the ring
-
-A rank without details has a text instead, the reason.
+docs/wire.md (Observe) has the details of a rank. A rank without any has a text, the reason.
 """
 
 from __future__ import annotations

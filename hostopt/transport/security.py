@@ -1,10 +1,6 @@
-"""Protects a ring by a token that all ranks share, or by certificates.
+"""Protects a ring by a token that all ranks share, or by certificates; it does not need gRPC.
 
-The token itself is never sent. The caller and the answering rank each prove that they know it, by
-an HMAC of the message, both ranks and both incarnations. An incarnation is a random number that a
-rank draws at each start, so a recorded proof is useless in another ring or after a restart. The
-kind of the message is part of the HMAC, so a proof cannot be reflected. This module does not
-depend on gRPC.
+docs/wire.md describes what the two sides of a call prove to each other.
 """
 
 from __future__ import annotations
@@ -39,10 +35,7 @@ _WANTS_TLS = "wants TLS, and this rank has no tls_dir"
 
 
 def read_token(options: Options, environ: Mapping[str, str] | None = None) -> bytes | None:
-    """Returns the token that all ranks share, without surrounding white space; None without one.
-
-    The variable HOSTOPT_TOKEN, which contains the token itself, overrides the file.
-    """
+    """Returns the token of HOSTOPT_TOKEN, or of the file; None without one."""
     environ = os.environ if environ is None else environ
     if "HOSTOPT_TOKEN" in environ:
         source, token = "the variable HOSTOPT_TOKEN", os.fsencode(environ["HOSTOPT_TOKEN"])

@@ -1,9 +1,8 @@
 """The sockets of servers of other libraries, such as gRPC, in this process: found by their port.
 
-A connection stays open as long as any process has its socket. While a forked child of a killed
-rank is alive, the peers would not detect the end of the rank, and its address would stay in use.
-So each child replaces these sockets by /dev/null after the fork. It does not close them, as gRPC
-in the child may still close them by number.
+While a forked child of a killed rank is alive and has them, the peers would not detect the end of
+the rank, and its address would stay in use. So each child replaces them by /dev/null. It does not
+close them, as gRPC in the child may still close them by number.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Waits for messages: when each is due for a warning or its end, and which rank causes it.
 
-In a ring, one rank that stops makes all others wait, each of them for its predecessor:
-
-    rank 2  waits for  rank 1  waits for  rank 0, which is in no collective
-
-So a waiting rank asks its peer for its status, then the peer that this one waits for, and so on
-to the rank that waits for nobody. That rank is to blame, not the direct predecessor.
+A waiting rank asks its peer for its status, then the peer that this one waits for, and so on to
+the rank that waits for nobody. That rank is to blame, not the direct predecessor.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ do harm in the MPI library. For that they compare their calls first, unless they
     [E3] a rank that makes another call first gathers the calls of all ranks, on a communicator of
          its own; those that wait in [E2] do not take part, and the ring finds the mismatch
 
-MPI reduces what it has types for. What it has none for, and the minimum and maximum of floating
-numbers, whose NaNs MPI may drop, the ranks reduce with numpy:
+What MPI has no types for, and the minimum and maximum of floating numbers, whose NaNs it may drop,
+the ranks reduce with numpy:
 
     [R1] all-to-all: rank r gets chunk r of every rank
     [R2] rank r reduces its chunk, first its own values, then the others' in rank order

@@ -1,11 +1,9 @@
 """MPI in this process: loaded at the first use, started and ended by one thread, and polled.
 
 MPI_Init and MPI_Finalize return when all processes of the launcher have called them, and the same
-thread must call both. So a daemon thread does, and others wait for it with a deadline.
-
-MPI makes progress only while it is called. So a wait polls its request, and between polls the
-error of the ring and the deadline: a rank that dies, freezes or never calls is found as on the
-ring, whatever MPI does about it.
+thread must call both. So a daemon thread does, and others wait for it with a deadline. MPI makes
+progress only while it is called, so a wait polls its request, and between polls the error of the
+ring and the deadline.
 """
 
 from __future__ import annotations

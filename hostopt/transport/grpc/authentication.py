@@ -1,12 +1,8 @@
 """Metadata of calls, with a proof that the caller knows the token if the ring has one.
 
-Each call carries the caller's `rank`, and the incarnations `from` of the caller and `to` of the
-rank that is called. With a token it also carries `digest` and `proof`, and the answer carries a
-`proof`. A caller that does not know the other's incarnation is refused with that incarnation as
-challenge, and calls again. docs/wire.md has the details.
-
-An observer is no rank: it asks for the status of a ring. It carries no `rank`, and a number that
-it draws for this call as `from`.
+docs/wire.md has the fields. A caller that does not know the other's incarnation is refused with
+that incarnation as challenge, and calls again. An observer is no rank: it carries no `rank`, and a
+number that it draws for this call as `from`.
 """
 
 from __future__ import annotations
@@ -27,11 +23,9 @@ MAX_RANK_DIGITS = 9
 
 @dataclass(frozen=True)
 class Authenticator:
-    """Signs and checks the calls and answers of one side.
+    """Signs and checks the calls and answers of one side, those of ranks or those of observers.
 
-    Args:
-      for_observers: True for calls of observers. Their proofs are of another kind than those of
-        ranks, so neither is accepted in place of the other.
+    The proofs of the two are of different kinds, so neither is accepted in place of the other.
     """
 
     _local: Identity

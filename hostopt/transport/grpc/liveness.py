@@ -1,7 +1,7 @@
 """Peers that leave: with a Leave message, in good order or with an error, or without, lost.
 
-A broken connection alone does not abort the ring. The peer may be about to send a Leave message
-with its reason, or another rank's error may be on its way, so this rank waits for a moment.
+A broken connection alone does not abort the ring: this rank waits for a moment, as the peer's
+Leave message with the reason, or another rank's error, may be on its way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The ring as one rank knows it: its peers, its mailbox, and the times that are not options.
 
-Each start of a rank is another *incarnation*, a random number. A rank that has been started again
-must not take the place of its earlier incarnation in a ring.
+Each start of a rank is another *incarnation*, a random number.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
 """Process-wide settings of gRPC and of the allocator, applied before gRPC is imported.
 
-Import gRPC from here: `from hostopt.transport.grpc.runtime import grpc`. gRPC reads these
-variables when it is imported or first used. A value that the user has set wins.
-
-GRPC_EXPERIMENTS: newer releases poll sockets in a pool of threads, which hands each message on.
-That doubles the context switches and costs 15 % more processor time, so gRPC polls in the thread
-that awaits the message instead.
-
-GRPC_VERBOSITY: gRPC's core would log events such as each GOAWAY; the transport raises them as
-typed errors.
-
-GRPC_ENABLE_FORK_SUPPORT is set in `hostopt.transport`, as a program may import gRPC between
-`import hostopt` and its first communicator.
+Import gRPC from here: `from hostopt.transport.grpc.runtime import grpc`. A variable that the user
+has set wins. docs/architecture.md (Threads) has the reasons. GRPC_ENABLE_FORK_SUPPORT is set in
+`hostopt.transport`, as a program may import gRPC between `import hostopt` and its first
+communicator.
 """
 
 from __future__ import annotations
@@ -46,8 +38,8 @@ _SETTINGS = {
 def keep_freed_memory() -> None:
     """Tells glibc to keep up to 256 MiB of freed memory, unless the environment tunes malloc.
 
-    grpcio copies each message several times into fresh memory. By default glibc returns that
-    memory to the kernel at once and page-faults it in again: half of a message's cost.
+    grpcio copies each message several times into fresh memory, whose page faults would be half of
+    a message's cost.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return

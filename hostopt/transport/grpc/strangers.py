@@ -1,10 +1,8 @@
 """Closes connections to this rank that no peer has called over, if they are too many or too old.
 
-Older releases of gRPC do not limit the number of connections. Newer ones have one limit for all
-callers, so a stranger who reaches it keeps the peers out. Therefore each rank examines its file
-descriptors regularly for connections to its own server. It shuts down the oldest connections of
-strangers until few remain, and every connection of a stranger after a while. gRPC then closes
-them as if the caller had closed them.
+Older releases of gRPC do not limit the number of connections, and newer ones have one limit for
+all callers. Therefore each rank examines its file descriptors regularly for connections to its own
+server, and shuts some of them down. gRPC then closes them as if the caller had closed them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Messages over gRPC: one stream of frames to each rank that this rank sends to.
 
-Each rank is a server at its own address and a client of its peers. The methods carry raw bytes
-(generic handlers without serializers), so only frames and small JSON messages are sent;
-docs/wire.md lists them.
-
-A rank has a connection to every peer for all calls but Stream, on which gRPC pings. To a peer that
-it sends to it has others for frames: data sockets (`hostopt.transport.tcp`), or a Stream.
-Everything but data sockets runs on event loop 0; other threads hand work over to it.
+Each rank is a server at its own address and a client of its peers; docs/wire.md lists the calls.
+To a peer that a rank sends to, it has other connections for frames: data sockets
+(`hostopt.transport.tcp`), or a Stream. Everything but data sockets runs on event loop 0; other
+threads hand work over to it.
 """
 
 from __future__ import annotations
