@@ -43,9 +43,6 @@ _LEAST_BYTES = 256 << 10
 class RingGroup:
     """Ranks that form a ring, each of which sends to the next one.
 
-    Every collective raises HostOptError if a rank failed, left, timed out or sent a message of the
-    wrong length.
-
     Args:
       members: ranks in ring order, including this one; by default all ranks.
       wire_format: format of float32 values on the wire; None sends any dtype unchanged.
@@ -114,8 +111,8 @@ class RingGroup:
     def broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
         """Sends `flat` of one rank along the ring in segments, in place.
 
-        The last rank then sends an acknowledgement around the ring: first to the root, then on to
-        all others. So no rank returns before all have the data.
+        The last rank then sends an acknowledgement around it: no rank returns before all have the
+        data.
         """
         event_loop.run(self._broadcast(call, flat, self._members.index(root)))
 
@@ -128,10 +125,8 @@ class RingGroup:
     ) -> None:
         """Sends part r of each rank to rank r; each pair exchanges its parts directly.
 
-        Args:
-          parts: contiguous bytes of shape [n] for each rank.
-          slots: memory for the bytes of each rank.
-          most: length of the longest part of any rank.
+        Parts and slots are contiguous bytes of shape [n] for each rank; `most` is the length of
+        the longest part of any rank.
         """
         del most
         slots[self._index][:] = parts[self._index]
@@ -142,11 +137,8 @@ class RingGroup:
     ) -> None:
         """Executes a schedule on the chunks of a flat buffer, in place.
 
-        A small buffer is reduced by doubling, and a medium one by halving, as that is faster.
-
-        With a wire format, sent values are rounded, and reduction is in float32. The last values
-        that a rank encodes are the ones that all ranks keep: it stores the rounded values itself,
-        and the others forward the bits that they receive. So all ranks get the same bits.
+        With a wire format, the last values that a rank encodes are the ones that all ranks keep:
+        it stores the rounded values itself, and the others forward the bits that they receive.
         """
         if not rounds:
             return

@@ -76,12 +76,7 @@ def segments(
 
 
 class Stripe(NamedTuple):
-    """The part of each chunk that one of the streams of a transport carries.
-
-    Each stream runs the schedule for its stripes, in a thread and on a connection of its own. An
-    element is reduced in the same order in any case, so the sums do not depend on the number of
-    streams.
-    """
+    """The part of each chunk that one stream of a transport carries; see docs/algorithms.md."""
 
     stream: int
     streams: int

@@ -18,12 +18,8 @@ _SIGNATURE = signature_of("posted sum", "", np.dtype(np.float32), (2,))
 class ScalarSum:
     """Sums two float32 scalars over the ranks: `start` does not block, `wait` does.
 
-    If all ranks share memory, each writes its scalars there, and every rank adds them up.
-    Otherwise the event loop runs an all-reduce.
-
-    Args:
-      channel: channel that nothing else uses.
-      counters: counters of all ranks that nothing else uses; None if they share no memory.
+    If all ranks share memory, each writes its scalars to `counters`, and every rank adds them up.
+    Otherwise the event loop runs an all-reduce. Nothing else may use the channel or the counters.
     """
 
     def __init__(self, channel: Channel, counters: SequenceCounters | None) -> None:

@@ -127,10 +127,9 @@ class TensorListView:
 
 
 class SharedMemoryChannel:
-    """One rank's access to shared memory, for one collective at a time.
+    """One rank's access to shared memory, initially zero, for one collective at a time.
 
-    Every collective raises HostOptError if a rank failed, left or timed out, and
-    CollectiveMismatchError if a rank makes another call. The memory is initially zero.
+    A collective raises CollectiveMismatchError if a rank makes another call.
     """
 
     def __init__(
@@ -208,13 +207,9 @@ class SharedMemoryChannel:
     ) -> bool:
         """Reduces into memory that all ranks of this host read. Collective: all must call it.
 
-        Args:
-          sums: array of shape [n] in shared memory, the same memory on all ranks. It is
-            overwritten with the result; no other thread may access it during the call.
-          source: values of this rank, of the same size and dtype.
-
-        Returns:
-          True if the sums are finite, the same on all ranks.
+        The memory of `sums`, of shape [n], is the same on all ranks, and no other thread may
+        access it during the call. `source` has the values of this rank. Returns True on all ranks
+        if the sums are finite.
         """
         self.counters.begin_call(call, sums.nbytes)
         chunks = chunk_slices(sums.size, self._count)

@@ -161,11 +161,7 @@ def plan_buckets(
 
 
 class BufferPool:
-    """Flat buffers of one bucket, reused when no view of them is alive.
-
-    TensorFlow or the user may hold a reduced gradient long after the step. The reference count of
-    a buffer tells whether it is free.
-    """
+    """Flat buffers of one bucket, reused when reference counts say that no view is alive."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket

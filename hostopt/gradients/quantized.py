@@ -29,10 +29,7 @@ class QuantizedSum:
         self._residual: Array | None = None
 
     def sum_in_place(self, values: Array, name: str) -> None:
-        """Sums finite float32 values [n] over the ranks. Every rank gets the same bits.
-
-        Collective: all ranks must call it.
-        """
+        """Sums finite float32 values [n]. Collective: all ranks must call it."""
         if self._residual is not None:
             values += self._residual
         encoded = encode(values, self._bits)

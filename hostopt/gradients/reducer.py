@@ -124,10 +124,7 @@ class BucketReducer(abc.ABC):
 
 
 class InlineReducer(BucketReducer):
-    """Sums buckets over the ranks of one host, on the calling thread.
-
-    Handing a bucket to another thread would cost more time than the copying that it could hide.
-    The sums lie in shared memory, which all ranks of the host read in place.
+    """Sums buckets over the ranks of one host, on the calling thread, in memory that all read.
 
     Each step reduces every bucket once, in bucket order. It may leave out the last buckets, on all
     ranks. The launch of a bucket and its reduction begin at the same time.
@@ -197,18 +194,14 @@ class InlineReducer(BucketReducer):
 class Reducer(BucketReducer):
     """Sums buckets over the ranks on a communication thread, which overlaps with backward.
 
-    The thread reduces the buckets in bucket order on every rank. If all ranks share memory,
-    `InlineReducer` is used instead.
-
     Each step launches every bucket once and waits for every bucket once, from any thread and in
-    any order. A step may leave out the last buckets, on all ranks. The next step must then launch
-    bucket 0 first, after all waits of the step before.
+    any order; the thread reduces them in bucket order. A step may leave out the last buckets, on
+    all ranks. The next step must then launch bucket 0 first, after all waits of the step before.
 
-    Each rank sends a flag after its gradients. The flag is 0 if the gradients are so small that
-    their sum must be finite. If the flags add up to 0, the sums need not be scanned.
+    Each rank sends a flag after its gradients, which is 0 if these are so small that their sum
+    must be finite. If the flags add up to 0, the sums need not be scanned.
 
-    Buckets of float32 are sent in the wire format, by default that of the option `compression`,
-    others unchanged.
+    Buckets of float32 are sent in the wire format, by default that of the option `compression`.
     """
 
     def __init__(

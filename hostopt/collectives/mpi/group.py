@@ -44,13 +44,7 @@ _HEADER = 4  # checksum, step and bucket, which must be the same, and a number t
 
 
 class MpiGroup:
-    """All ranks, on one communicator of MPI.
-
-    Every collective raises HostOptError if a rank failed, left, timed out or makes another call.
-
-    Args:
-      communicators: two of MPI that nothing else uses, for data and for comparisons of calls.
-    """
+    """All ranks, on two communicators of MPI of their own: for data, and to compare calls."""
 
     def __init__(
         self,
@@ -191,8 +185,8 @@ class MpiGroup:
     def _reduce_chunks(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
         """Reduces a buffer with numpy, in place: [R1] to [R3].
 
-        With a wire format, the values that are sent are rounded, and the reduction is in float32.
-        The rank that reduces a chunk also keeps the rounded result, so all have the same bits.
+        With a wire format, the rank that reduces a chunk also keeps the rounded result, as all
+        others do.
         """
         wire = self._wire_format or no_compression(flat.dtype)
         slices = chunk_slices(flat.size, self._size)

@@ -121,14 +121,10 @@ class Runtime:
 
 
 def prepare(options: Options) -> Runtime:
-    """Loads MPI, and makes this process end it at exit.
+    """Loads MPI, and makes this process end it at exit, with the option `evaluator_timeout_s`.
 
     Call this before the ring is connected: what is registered first at exit runs last, so the
     other ranks know that this one has left when it waits in MPI_Finalize.
-
-    Args:
-      options: `evaluator_timeout_s`, which is also how long this process waits for the others at
-        exit, as an evaluator may be among them.
     """
     load()
     runtime = _only_runtime()
@@ -180,15 +176,11 @@ def wait(
     *buffers: Array,
     have_all_called: bool = True,
 ) -> None:
-    """Waits until a request has ended.
+    """Waits until a request has ended; keeps the `buffers` that it uses if the wait fails.
 
     If all ranks wait, each is reported to wait for the previous one. So the rank at the end of
-    that chain is the one that has not called.
-
-    Args:
-      *buffers: memory that the request uses, kept if the wait fails.
-      have_all_called: True if all ranks have made the call. Then one that has left the ring has
-        ended its part, as MPI and the messages of the ring do not wait for each other.
+    that chain is the one that has not called. If `have_all_called`, one that has left the ring has
+    ended its part, as MPI and the messages of the ring do not wait for each other.
     """
     mpi = load()
     nbytes = sum(each.nbytes for each in buffers)

@@ -85,10 +85,7 @@ class World:
 
 
 def open_world(channel: Channel) -> World:
-    """Starts MPI, unless it runs, and makes the ranks of a ring a group of MPI.
-
-    Collective: all ranks must call it.
-    """
+    """Starts MPI, unless it runs, for a group of all ranks. Collective: all ranks must call it."""
     transport, thread = channel.transport, runtime.prepare(channel.transport.options)
     transport.mailbox.on_failure(lambda _: setattr(thread, "has_failed", True))
     _wait(transport, thread.call(thread.start), "MPI_Init_thread")

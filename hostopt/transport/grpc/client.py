@@ -19,11 +19,7 @@ _NEVER_MS = (1 << 31) - 1
 
 
 def message_options(options: Options, timing: Timing) -> list[tuple[str, int]]:
-    """Returns the arguments of servers and of channels for frames.
-
-    They disable proxies and shared ports, and limit the size of a message. They send no pings, as
-    a ping would wait behind the data of a slow link: see `control_options`.
-    """
+    """Returns the arguments of servers and of channels for frames; docs/wire.md says why."""
     message_bytes = limits.most_message_bytes(options)
     return [
         ("grpc.so_reuseport", 0),

@@ -102,11 +102,7 @@ async def _error_of(address: str, error: grpc.aio.AioRpcError, security: Securit
 
 
 class Observation:
-    """The overview that one rank gives of its ring; used on the event loop.
-
-    Observers that ask at the same time get the same overview, so strangers cannot make this rank
-    ask its peers more often than `limits.OBSERVE_EVERY_S`.
-    """
+    """The overview that one rank gives of its ring to all who ask; used on the event loop."""
 
     def __init__(
         self, ring: Ring, client: RpcClient, local_details: Callable[[], Details]

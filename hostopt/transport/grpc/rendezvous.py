@@ -36,11 +36,7 @@ _ABSENT = object()
 
 
 class Rendezvous:
-    """The rendezvous of one rank; used on the event loop.
-
-    A peer is connected once it has answered a Hello message, or has sent one. The successor must
-    also have begun to read this rank's stream, so that each of the two detects the other's end.
-    """
+    """The rendezvous of one rank; used on the event loop. docs/wire.md (Hello) has the rules."""
 
     def __init__(
         self, ring: Ring, client: RpcClient, streams: OutgoingStreams, liveness: Liveness
