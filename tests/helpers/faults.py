@@ -30,7 +30,7 @@ from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.sequence_counters import SequenceCounters
 from hostopt.transport.grpc import ring as grpc_ring
 from hostopt.transport.grpc import server
-from hostopt.transport.grpc.grpc_stream import END_OF_STREAM
+from hostopt.transport.grpc.data_streams import END_OF_STREAM
 
 STUCK_S = 20  # longer than any test waits
 _MESSAGES_BEFORE = {"before-send": 0, "mid-chunk": 1}

@@ -28,7 +28,7 @@ from hostopt.errors import (
     ProtocolError,
 )
 from hostopt.options import Options
-from hostopt.transport.grpc.grpc_stream import GrpcStream
+from hostopt.transport.grpc.data_streams import GrpcStream
 from hostopt.transport.grpc.transport import GrpcTransport
 from hostopt.transport.message import Payload, Tag
 from hostopt.transport.tcp.socket_stream import SocketStream

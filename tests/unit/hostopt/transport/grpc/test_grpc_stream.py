@@ -12,9 +12,9 @@ from hostopt.cluster.cluster import Cluster
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.frame import FrameWriter, Origin
-from hostopt.transport.grpc import grpc_stream
+from hostopt.transport.grpc import data_streams
 from hostopt.transport.grpc.client import RpcClient
-from hostopt.transport.grpc.grpc_stream import ACCEPTED, END_OF_STREAM, GrpcStream
+from hostopt.transport.grpc.data_streams import ACCEPTED, END_OF_STREAM, GrpcStream
 from hostopt.transport.grpc.ring import DEFAULT, Peers, Ring
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.security import Security
@@ -71,7 +71,7 @@ def test_a_stream_is_open_when_its_initial_metadata_says_so(
 
 
 def test_a_stream_that_is_not_accepted_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_stream, "_ACCEPTED_WITHIN_S", 0.5)
+    monkeypatch.setattr(data_streams, "_ACCEPTED_WITHIN_S", 0.5)
 
     async def on_broken(reason: str) -> None:
         broken.append(reason)

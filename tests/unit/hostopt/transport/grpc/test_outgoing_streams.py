@@ -19,8 +19,7 @@ from hostopt.errors import HostOptError, PeerLostError
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.frame import Stream
-from hostopt.transport.grpc.data_streams import OutgoingStreams
-from hostopt.transport.grpc.grpc_stream import GrpcStream
+from hostopt.transport.grpc.data_streams import GrpcStream, OutgoingStreams
 from hostopt.transport.grpc.ring import Peers, stream_count
 from hostopt.transport.tcp.data_server import DataServer
 from hostopt.transport.tcp.data_socket import DataSocket
