@@ -18,7 +18,7 @@ from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.host_memory import BLOCK_BYTES, HostMemory, find_hosts
 from hostopt.collectives.hosts import local_host_id
 from hostopt.collectives.mpi import runtime
-from hostopt.collectives.mpi.world import open_world
+from hostopt.collectives.mpi.group import open_world
 from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.measure.clock import measure_offset
 from hostopt.measure.tuning import fastest, format_variables, tune

@@ -14,8 +14,7 @@ from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.host_memory import HierarchicalAllReduce, HostMemory
 from hostopt.collectives.hosts import Hosts
 from hostopt.collectives.messages import CallMessages
-from hostopt.collectives.mpi.group import MpiGroup
-from hostopt.collectives.mpi.world import World
+from hostopt.collectives.mpi.group import MpiGroup, World
 from hostopt.collectives.pairs import partners
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.collectives.ring import RingGroup
