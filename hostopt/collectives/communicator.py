@@ -11,14 +11,13 @@ import numpy as np
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.collectives.call import Array, Channel, CollectiveCall
-from hostopt.collectives.host_memory import HierarchicalAllReduce, HostMemory
+from hostopt.collectives.host_memory import HierarchicalAllReduce, HostMemory, ScalarSum
 from hostopt.collectives.hosts import Hosts
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.mpi.group import MpiGroup, World
 from hostopt.collectives.pairs import partners
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.collectives.ring import RingGroup
-from hostopt.collectives.scalar_sum import ScalarSum
 from hostopt.collectives.shared_memory import TensorListView
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import CollectiveMismatchError, ConfigError

@@ -1,8 +1,10 @@
-"""Finds the ranks that share a host, opens memory among them, and all-reduces in two levels."""
+"""Finds the ranks that share a host, opens memory among them, and reduces in it or beyond."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import logging
 import mmap
 import weakref
@@ -13,17 +15,20 @@ from hostopt.collectives import shared_file
 from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.hosts import Hosts, group_by_host
 from hostopt.collectives.ring import RingGroup, all_gather_texts
+from hostopt.collectives.sequence_counters import SequenceCounters
 from hostopt.collectives.shared_memory import SharedMemoryChannel, TensorListView, channel_bytes
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
 from hostopt.process import descriptors
 from hostopt.transport.base import Transport
+from hostopt.transport.message import signature_of
 
 _log = logging.getLogger(__name__)
 
 # Block sizes of shared memory. Arrays up to the smaller size use a channel that takes less memory.
 SMALL_BLOCK_BYTES, BLOCK_BYTES = 64 << 10, 1 << 20
 
+_SCALARS = signature_of("posted sum", "", np.dtype(np.float32), (2,))
 _DECLINED = "this rank shares no more memory"
 _reported: weakref.WeakSet[Transport] = weakref.WeakSet()  # that memory is missing
 
@@ -186,6 +191,42 @@ class HostMemory:
         describe = channel.transport.cluster.describe
         text = "; ".join(f"{describe(rank)}: {each}" for rank, each in enumerate(problems) if each)
         return (None if text or memory is None else memoryview(memory)), text
+
+
+class ScalarSum:
+    """Sums two float32 scalars over the ranks: `start` does not block, `wait` does.
+
+    If all ranks share memory, each writes its scalars to `counters`, and every rank adds them up.
+    Otherwise the event loop runs an all-reduce. Nothing else may use the channel or the counters.
+    """
+
+    def __init__(self, channel: Channel, counters: SequenceCounters | None) -> None:
+        self._channel = channel
+        self._counters = counters
+        self._ring = RingGroup(channel.transport)
+        self._scalars: Array
+        self._call: CollectiveCall
+        self._result: concurrent.futures.Future[None]
+
+    def start(self, first: float, second: float = 0.0) -> None:
+        """Starts the sums. Each call must be followed by `wait` before the next one."""
+        self._scalars = np.array([first, second], np.float32)
+        self._call = self._channel.next_call()._replace(signature=_SCALARS)
+        self._channel.begin(self._call)
+        if self._counters is None:
+            self._result = self._ring.start_all_reduce(self._call, self._scalars)
+        else:
+            self._counters.write_word(self._call.step, int(self._scalars.view(np.uint64)[0]))
+
+    def wait(self) -> tuple[np.float32, np.float32]:
+        """Waits until every rank has started; returns the sums, the same bits on all ranks."""
+        if self._counters is None:
+            self._result.result()
+            first, second = self._scalars
+        else:
+            words = np.array(self._counters.read_words(self._call), np.uint64)
+            first, second = functools.reduce(np.add, words.view(np.float32).reshape(-1, 2))
+        return first, second
 
 
 def find_hosts(channel: Channel, host_id: str) -> Hosts | None:

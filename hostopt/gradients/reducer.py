@@ -17,9 +17,9 @@ from hostopt.collectives import chunks
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite, safe_limit
+from hostopt.collectives.host_memory import ScalarSum
 from hostopt.collectives.pairs import SMALL_BYTES
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.collectives.scalar_sum import ScalarSum
 from hostopt.collectives.shared_memory import TensorListView
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
