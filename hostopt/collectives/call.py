@@ -84,10 +84,8 @@ class Channel:
     def signed_call(self, kind: str, name: str = "", array: Array | None = None) -> CollectiveCall:
         """Numbers and signs the next call, as `begin_call` does, but does not begin it."""
         name = name or self.name
-        if array is None:
-            signature = signature_of(kind, name)
-        else:
-            signature = signature_of(kind, name, array.dtype, array.shape)
+        described = () if array is None else (array.dtype, array.shape)
+        signature = signature_of(kind, name, *described)
         return self.next_call(name)._replace(signature=signature)
 
     def begin(self, call: CollectiveCall) -> None:

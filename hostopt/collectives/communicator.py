@@ -34,7 +34,8 @@ class Communicator(Channel):
     All ranks must make the same calls in the same order. Threads that run at the same time, and
     calls whose order differs between ranks, must use separate communicators; see `duplicate`.
 
-    Every collective raises HostOptError if a rank failed, left or timed out.
+    Every collective raises HostOptError if a rank failed, left or timed out. The `name` of a call
+    describes its data, or what is waited for, in warnings and errors.
 
     Args:
       transport: transport of this rank.
@@ -113,7 +114,6 @@ class Communicator(Channel):
         Args:
           array: array of any shape, one of `DTYPES`, the same shape and dtype on all ranks.
           op: reduction operator; AVERAGE needs a floating dtype.
-          name: name of the data, for warnings and errors.
 
         Returns:
           A new array like `array`.
@@ -137,10 +137,9 @@ class Communicator(Channel):
         """Reduces a flat array over the ranks, in place. Collective: all ranks must call it.
 
         Args:
-          flat: contiguous array of shape [n], one of `DTYPES`. It is overwritten with the result.
+          flat: contiguous array of shape [n], one of `DTYPES`.
           call: the collective call, from `next_call`. It is signed here unless it has a signature.
-          wire_format: format of the values on the wire, for a SUM or an AVERAGE of float32; None
-            sends them unchanged.
+          wire_format: format on the wire of a SUM or an AVERAGE of float32; None changes nothing.
           source: values of this rank; by default those in `flat`.
         """
         check_dtype(flat.dtype, op)
@@ -150,7 +149,10 @@ class Communicator(Channel):
                 "or an AVERAGE of float32 can be"
             )
         if call.signature is UNSIGNED:
-            call = _signed(call, op, flat, wire_format)
+            format_name = "" if wire_format is None else wire_format.name
+            kind = f"all_reduce({op.value})"
+            signature = signature_of(kind, call.name, flat.dtype, flat.shape, format_name)
+            call = call._replace(signature=signature)
         self.begin(call)
         if self.world is None:
             self.hierarchical(flat, call).all_reduce(flat, op.ufunc, call, wire_format, source)
@@ -191,7 +193,6 @@ class Communicator(Channel):
         Args:
           array: array of any shape, one of `DTYPES`, the same shape and dtype on all ranks.
           op: reduction operator; AVERAGE needs a floating dtype.
-          name: name of the data, for warnings and errors.
 
         Returns:
           A new array of shape [k]. The lengths of two ranks differ by at most one.
@@ -214,7 +215,6 @@ class Communicator(Channel):
 
         Args:
           array: array of any shape and fixed-size dtype, the same on all ranks.
-          name: name of the data, for warnings and errors.
 
         Returns:
           A new array of shape [size, ...]; row r is the array of rank r.
@@ -231,7 +231,6 @@ class Communicator(Channel):
         Args:
           array: array of any shape and fixed-size dtype, the same on all ranks.
           root: rank whose values are sent.
-          name: name of the data, for warnings and errors.
 
         Returns:
           A new array like `array`, with the bits of rank `root`.
@@ -261,7 +260,6 @@ class Communicator(Channel):
 
         Args:
           data: bytes of this rank, or a contiguous buffer.
-          name: name of the data, for warnings and errors.
 
         Returns:
           The bytes of each rank, in rank order. If `data` is a buffer, long strings and `data`
@@ -340,13 +338,7 @@ class Communicator(Channel):
         return list(tables[0])
 
     def barrier(self, name: str = "barrier") -> None:
-        """Waits until every rank has called this.
-
-        Collective: all ranks must call it.
-
-        Args:
-          name: describes the barrier, for warnings and errors.
-        """
+        """Waits until every rank has called this. Collective: all ranks must call it."""
         call = self.signed_call("barrier", name)
         self.all_reduce_in_place(np.zeros(1, np.int32), ReduceOp.SUM, call)
 
@@ -354,9 +346,6 @@ class Communicator(Channel):
         """Waits for all ranks, and fails if another rank still expects data from this one.
 
         Collective: all ranks must call it.
-
-        Args:
-          name: describes the phase that ends, for warnings and errors.
         """
         if self.size == 1:
             return
@@ -392,15 +381,6 @@ class Communicator(Channel):
 def _copy(array: Any) -> Array:
     result: Array = np.array(array, order="C", copy=True)
     return result
-
-
-def _signed(
-    call: CollectiveCall, op: ReduceOp, flat: Array, wire_format: WireFormat | None
-) -> CollectiveCall:
-    format_name = "" if wire_format is None else wire_format.name
-    kind = f"all_reduce({op.value})"
-    signature = signature_of(kind, call.name, flat.dtype, flat.shape, format_name)
-    return call._replace(signature=signature)
 
 
 def _mismatch(

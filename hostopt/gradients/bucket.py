@@ -139,10 +139,7 @@ class Bucket:
 def plan_buckets(
     specs: Sequence[TensorSpec], bucket_bytes: int, chunk_count: int = 1
 ) -> tuple[Bucket, ...]:
-    """Assigns gradients to buckets of one dtype each, in the order in which backward fills them.
-
-    A gradient of more than `bucket_bytes` gets its own bucket.
-    """
+    """Assigns gradients to buckets of one dtype each, as backward fills them."""
     groups: list[list[int]] = []
     open_group: dict[str, list[int]] = {}
     filled_bytes: dict[str, int] = {}

@@ -68,8 +68,10 @@ class NonFiniteCheck:
         if is_finite or self.nonfinite == ALLOW:
             return
         self._nonfinite_calls.add(call.name)
-        by_rank = self._by_rank(find_in_local())
-        cluster = self._channel.transport.cluster
+        local, cluster = find_in_local(), self._channel.transport.cluster
+        by_rank = {self._channel.rank: local}
+        if not self._is_local:
+            by_rank = dict(enumerate(all_gather_json(self._channel, local)))
         report = self._report(call, by_rank, find_in_sums(), wire_format_name)
         if self.nonfinite != "error":
             _log.warning("%s", report)
@@ -84,11 +86,6 @@ class NonFiniteCheck:
         # a rank that has not received all byte strings raises this error as well
         self._channel.abort(error)
         raise error
-
-    def _by_rank(self, local: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
-        if self._is_local:
-            return {self._channel.rank: local}
-        return dict(enumerate(all_gather_json(self._channel, local)))
 
     def _report(
         self,

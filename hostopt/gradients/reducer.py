@@ -32,10 +32,7 @@ from hostopt.transport.message import signature_of
 
 
 class BucketReducer(abc.ABC):
-    """Sums the gradient buckets of each step over the ranks, on a separate channel.
-
-    All ranks create their reducers on a communicator in the same order.
-    """
+    """Sums the gradient buckets of each step over the ranks, on a separate channel."""
 
     def __init__(
         self,

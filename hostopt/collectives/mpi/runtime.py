@@ -140,10 +140,7 @@ def _only_runtime() -> Runtime:
 
 
 def take_part(options: Options) -> None:
-    """Starts MPI in the background, for a process that is not part of the ring.
-
-    The ranks cannot start or end MPI unless all processes of the launcher do.
-    """
+    """Starts MPI in the background, for a process that is not part of the ring."""
     runtime = prepare(options)
     runtime.call(runtime.start)
 
@@ -187,7 +184,10 @@ def wait(
     grace_s = math.inf if have_all_called else _GRACE_S + nbytes * _GRACE_S_PER_BYTE
     try:
         if not (_has_ended(request) or _spin(request, nbytes)):
-            _poll(transport, call, request, phase, grace_s)
+            previous, tag = (transport.rank - 1) % transport.size, call.tag()
+            transport.mailbox.poll(
+                previous, tag, call.in_phase(phase), request.Test, _LONGEST_SLEEP_S, grace_s
+            )
     except BaseException as error:
         _kept.append((request, *buffers))  # and this process does not end MPI
         failure = _cause(transport, call, error) if isinstance(error, mpi.Exception) else error
@@ -208,15 +208,6 @@ def _spin(request: Any, nbytes: int) -> bool:
         if _has_ended(request):
             return True
     return False
-
-
-def _poll(
-    transport: Transport, call: CollectiveCall, request: Any, phase: str, grace_s: float
-) -> None:
-    previous = (transport.rank - 1) % transport.size
-    transport.mailbox.poll(
-        previous, call.tag(), call.in_phase(phase), request.Test, _LONGEST_SLEEP_S, grace_s
-    )
 
 
 def _cause(transport: Transport, call: CollectiveCall, error: Exception) -> HostOptError:

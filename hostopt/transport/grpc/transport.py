@@ -43,10 +43,7 @@ from hostopt.transport.stall import Status
 
 
 class GrpcTransport(Transport):
-    """One rank of a ring over gRPC. The constructor returns once all peers are connected.
-
-    Ranks with different names of the gRPC `service` do not connect.
-    """
+    """One rank of a ring over gRPC. The constructor returns once all peers are connected."""
 
     def __init__(self, cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> None:
         super().__init__(cluster, options)
