@@ -208,6 +208,22 @@ class Communicator(Channel):
             chunk /= chunk.dtype.type(self.size)
         return chunk
 
+    @property
+    def has_chunks(self) -> bool:
+        """True if the network carries a chunk for each rank, or for each host."""
+        return self.world is None and (self.hosts is None or self.hosts.are_even)
+
+    def reduce_scatter_in_place(
+        self, flat: Array, call: CollectiveCall, wire_format: WireFormat | None = None
+    ) -> None:
+        """Sums an array with a chunk of the same size for each rank, which gets that one.
+
+        Collective: all ranks must call it. It needs `has_chunks`. The chunk has the bits that
+        `all_reduce_in_place` would give it; all others are overwritten.
+        """
+        self.begin(call)
+        self.hierarchical(flat, call).reduce_scatter(flat, call, wire_format)
+
     def all_gather(self, array: Any, name: str = "") -> Array:
         """Gathers the array of every rank on every rank.
 
@@ -222,6 +238,16 @@ class Communicator(Channel):
         array = _copy(array)
         call = self.begin_call("all_gather", name, array)
         return self.group(call).all_gather(call, array)
+
+    def all_gather_in_place(self, flat: Array, name: str = "") -> None:
+        """Fills an array, of which rank r has chunk r. Collective: all ranks must call it."""
+        if self.has_chunks:
+            call = self.begin_call("all_gather_in_place", name, flat)
+            self.hierarchical(flat, call).all_gather(flat, call)
+            return
+        parts = np.split(flat.view(np.uint8), self.size)
+        for part, data in zip(parts, self.all_gather_bytes(parts[self.rank].data, name)):
+            part[:] = np.frombuffer(data, np.uint8)
 
     def broadcast(self, array: Any, root: int = 0, name: str = "") -> Array:
         """Sends the array of one rank to all ranks.

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hostopt.collectives import chunks
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.shared_memory import SharedMemoryChannel
@@ -85,7 +84,7 @@ class DividedUpdate:
                 channel, call = self._barrier
                 channel.barrier(call, self._variables.nbytes)
             else:
-                chunks.all_gather(self._communicator, self._values)
+                self._communicator.all_gather_in_place(self._values)
             values = self._variables.views(self._buffers[self._index])
             for each in values:
                 each.flags.writeable = False

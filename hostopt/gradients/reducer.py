@@ -13,7 +13,6 @@ from typing import Union
 
 import numpy as np
 
-from hostopt.collectives import chunks
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite, safe_limit
@@ -231,7 +230,7 @@ class Reducer(BucketReducer):
         """See `BucketReducer.scatter`."""
         nbytes = self.buckets[bucket].nbytes
         # a smaller one is not reduced by a ring
-        if not chunks.has_chunks(self.communicator) or nbytes <= SMALL_BYTES:
+        if not self.communicator.has_chunks or nbytes <= SMALL_BYTES:
             return False
         if self._flags is None:
             self._flags = self.communicator.open_scalar_sum("flags")
@@ -368,7 +367,7 @@ class Reducer(BucketReducer):
         """Sums a bucket, of which this rank gets its chunk; True if all sums are finite."""
         assert self._flags is not None
         self._flags.start(float(buffer[-1]))  # travels at the same time
-        chunks.reduce_scatter(self.communicator, buffer, call, wire_format)
+        self.communicator.reduce_scatter_in_place(buffer, call, wire_format)
         if not self._flags.wait()[0]:
             return True
         chunk = plan.chunks[self.communicator.rank]
@@ -378,7 +377,7 @@ class Reducer(BucketReducer):
     def _find_in_sums(self, index: int, buffer: Array) -> dict[str, str]:
         plan = self.buckets[index]
         if index in self._scattered:
-            chunks.all_gather(self._whole, buffer, self._calls[index].name)
+            self._whole.all_gather_in_place(buffer, self._calls[index].name)
         return find_nonfinite(plan.names, plan.views(buffer))
 
     def _limit(self, bucket: Bucket) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from hostopt.collectives import chunks
 from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
@@ -18,10 +17,10 @@ def check_chunks(communicator: Communicator, local: Array, compression: str | No
     whole, parts = local.copy(), local.copy()
     calls = [communicator.signed_call(kind, "", local) for kind in ("whole", "chunks")]
     communicator.all_reduce_in_place(whole, ReduceOp.SUM, calls[0], wire)
-    chunks.reduce_scatter(communicator, parts, calls[1], wire)
+    communicator.reduce_scatter_in_place(parts, calls[1], wire)
     own = chunk_slices(local.size, communicator.size)[communicator.rank]
     np.testing.assert_array_equal(parts[own], whole[own])
     gathered = np.full_like(parts, np.nan)
     gathered[own] = parts[own]
-    chunks.all_gather(communicator, gathered)
+    communicator.all_gather_in_place(gathered)
     np.testing.assert_array_equal(gathered, whole)

@@ -11,7 +11,7 @@ import pytest
 from chunk_bits import check_chunks
 from rings import Spawn
 
-from hostopt.collectives import chunks, host_memory
+from hostopt.collectives import host_memory
 from hostopt.collectives.call import CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.host_memory import HostMemory
@@ -115,7 +115,7 @@ def test_chunks_of_even_hosts_have_the_bits_of_an_all_reduce(
 ) -> None:
     def work(plain: Communicator) -> None:
         communicator = Communicator(plain.transport, 1, "chunks", Hosts(tuple(groups)))
-        assert chunks.has_chunks(communicator)
+        assert communicator.has_chunks
         check_chunks(communicator, values(communicator.rank, 24 * 1000), compression)
 
     spawn_inproc(sum(map(len, groups)), work, segment_bytes=4096)
@@ -127,9 +127,9 @@ def test_chunks_of_uneven_hosts_are_gathered(
 ) -> None:
     def work(plain: Communicator) -> None:
         communicator = Communicator(plain.transport, 1, "chunks", Hosts(tuple(groups)))
-        assert not chunks.has_chunks(communicator)
+        assert not communicator.has_chunks
         flat = np.where(np.arange(4000) // 1000 == communicator.rank, 1.0, np.nan)
-        chunks.all_gather(communicator, flat)
+        communicator.all_gather_in_place(flat)
         assert (flat == 1).all()
 
     spawn_inproc(4, work)

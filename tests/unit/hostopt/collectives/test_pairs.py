@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from rings import Spawn
 
-from hostopt.collectives import chunks
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.pairs import MEDIUM_BYTES
 from hostopt.errors import CollectiveMismatchError
@@ -54,8 +53,8 @@ def test_chunks_have_the_bits_of_an_all_reduce(spawn_inproc: Spawn, length: int)
     def work(communicator: Communicator) -> None:
         flat = values(communicator.rank, 4 * length)
         expected = communicator.all_reduce(flat)
-        chunks.reduce_scatter(communicator, flat, communicator.next_call())
-        chunks.all_gather(communicator, flat)
+        communicator.reduce_scatter_in_place(flat, communicator.next_call())
+        communicator.all_gather_in_place(flat)
         np.testing.assert_array_equal(flat, expected)
 
     spawn_inproc(4, work)

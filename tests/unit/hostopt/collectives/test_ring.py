@@ -12,7 +12,6 @@ import pytest
 from chunk_bits import check_chunks
 from rings import Spawn
 
-from hostopt.collectives import chunks
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
 
@@ -122,7 +121,7 @@ def test_chunks_in_place_have_the_bits_of_an_all_reduce(
         values = np.random.default_rng(communicator.rank).normal(size=length).astype(np.float32)
         hosts = communicator.hosts
         is_even = hosts is None or len({len(host) for host in hosts.groups}) == 1
-        assert chunks.has_chunks(communicator) is is_even
+        assert communicator.has_chunks is is_even
         if is_even:
             check_chunks(communicator, values, wire_format)
 
@@ -264,8 +263,8 @@ def test_scattering_and_gathering_send_as_much_as_an_all_reduce(
         begin = traffic.payload_bytes
         communicator.all_reduce(flat)
         middle = traffic.payload_bytes
-        chunks.reduce_scatter(communicator, flat, communicator.signed_call("scatter", "", flat))
-        chunks.all_gather(communicator, flat)
+        communicator.reduce_scatter_in_place(flat, communicator.signed_call("scatter", "", flat))
+        communicator.all_gather_in_place(flat)
         return middle - begin, traffic.payload_bytes - middle
 
     for all_reduce, both in spawn_ring(size, work):
