@@ -69,7 +69,11 @@ class SequenceCounters:
             self._wait(line + _BARRIER, self._barriers, rank, call, round_)
         if self._is_unchecked:
             self._is_unchecked = False
-            self._check_signature(call)
+            position = _SIGNATURE + self._calls % 2
+            local = self._words[self._line + position]
+            for line, rank in self._peers:
+                if self._words[line + position] != local:
+                    raise event_loop.run(self._transport.abort_on_mismatch(rank, call.tag()))
 
     def begin_call(self, call: CollectiveCall, nbytes: int) -> None:
         """Publishes the signature of a call of `nbytes`, before its first barrier."""
@@ -78,13 +82,6 @@ class SequenceCounters:
         self._calls += 1
         self._is_unchecked = True
         self._words[self._line + _SIGNATURE + self._calls % 2] = tag.signature
-
-    def _check_signature(self, call: CollectiveCall) -> None:
-        position = _SIGNATURE + self._calls % 2
-        local = self._words[self._line + position]
-        for line, rank in self._peers:
-            if self._words[line + position] != local:
-                raise event_loop.run(self._transport.abort_on_mismatch(rank, call.tag()))
 
     def all_reduce_band(self, flags: int, call: CollectiveCall) -> int:
         """Returns the bits that are set on all ranks. The next call must contain a barrier."""

@@ -111,7 +111,10 @@ class DataSocket:
             rest = [memoryview(b"".join(rest))]
         while rest:
             try:
-                count = self._send(rest)
+                if isinstance(self._socket, ssl.SSLSocket):
+                    count = self._socket.send(rest[0])
+                else:
+                    count = self._socket.sendmsg(rest, (), socket.MSG_NOSIGNAL)
             except (BlockingIOError, ssl.SSLWantWriteError, InterruptedError):
                 try:
                     await self._ready(to_write=True, timeout_s=timeout_s)
@@ -123,11 +126,6 @@ class DataSocket:
                 count -= len(rest.pop(0))
             if count:
                 rest[0] = rest[0][count:]
-
-    def _send(self, parts: list[Data]) -> int:
-        if isinstance(self._socket, ssl.SSLSocket):
-            return self._socket.send(parts[0])
-        return self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
 
     async def _ready(self, to_write: bool = False, timeout_s: float | None = None) -> None:
         """Waits until the socket can be read or written."""

@@ -60,7 +60,7 @@ class SocketStream(Stream):
     async def _write(self, tag: Tag, payload: Payload, is_last: bool = False) -> bool:
         await self._turn.acquire()
         assert self._socket is not None
-        release = self._turn.release
+        holds_turn = True
         self.writing_since_s = begin_s = time.monotonic()
         try:
             if self._watcher.done():
@@ -76,16 +76,17 @@ class SocketStream(Stream):
             return False
         except asyncio.CancelledError:  # other senders continue behind the rest of the frame
             if self._socket.unsent:
-                self._completing = asyncio.ensure_future(self._complete(release))
-                release = _do_nothing
+                holds_turn = False
+                self._completing = asyncio.ensure_future(self._complete())
             raise
         finally:
             self.writing_since_s = None
-            release()
+            if holds_turn:
+                self._turn.release()
         self.written_s += time.monotonic() - begin_s
         return True
 
-    async def _complete(self, release: Callable[[], None]) -> None:
+    async def _complete(self) -> None:
         """Writes the rest of a frame whose sender was cancelled."""
         assert self._socket is not None
         unsent, self._socket.unsent = self._socket.unsent, []
@@ -94,7 +95,7 @@ class SocketStream(Stream):
         except (OSError, StalledError):
             self.cancel()
         finally:
-            release()
+            self._turn.release()
 
     def cancel(self) -> None:
         """See `Stream.cancel`."""
@@ -129,10 +130,6 @@ class SocketStream(Stream):
             self._socket.close()
         # completes before a sender can see that the stream has ended
         await on_broken(reason)
-
-
-def _do_nothing() -> None:
-    """Stands for the release of a lock that another task has taken over."""
 
 
 async def receive_frames(
