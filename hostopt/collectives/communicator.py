@@ -107,9 +107,7 @@ class Communicator(Channel):
         return ScalarSum(channel, None if shared_memory is None else shared_memory.counters)
 
     def all_reduce(self, array: Any, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Array:
-        """Reduces an array over the ranks. Every rank gets the same bits.
-
-        Collective: all ranks must call it.
+        """Reduces an array over the ranks, to the same bits. Collective: all ranks must call it.
 
         Args:
           array: array of any shape, one of `DTYPES`, the same shape and dtype on all ranks.
@@ -225,9 +223,7 @@ class Communicator(Channel):
         self.hierarchical(flat, call).reduce_scatter(flat, call, wire_format)
 
     def all_gather(self, array: Any, name: str = "") -> Array:
-        """Gathers the array of every rank on every rank.
-
-        Collective: all ranks must call it.
+        """Gathers the array of every rank on every rank. Collective: all ranks must call it.
 
         Args:
           array: array of any shape and fixed-size dtype, the same on all ranks.
@@ -250,9 +246,7 @@ class Communicator(Channel):
             part[:] = np.frombuffer(data, np.uint8)
 
     def broadcast(self, array: Any, root: int = 0, name: str = "") -> Array:
-        """Sends the array of one rank to all ranks.
-
-        Collective: all ranks must call it.
+        """Sends the array of one rank to all ranks. Collective: all ranks must call it.
 
         Args:
           array: array of any shape and fixed-size dtype, the same on all ranks.
@@ -280,9 +274,7 @@ class Communicator(Channel):
     ) -> list[bytes | memoryview]: ...
 
     def all_gather_bytes(self, data: Any, name: str = "") -> Any:
-        """Gathers byte strings, whose lengths may differ, on every rank.
-
-        Collective: all ranks must call it.
+        """Gathers byte strings of any length on every rank. Collective: all ranks must call it.
 
         Args:
           data: bytes of this rank, or a contiguous buffer.
@@ -344,12 +336,10 @@ class Communicator(Channel):
         return data[0]
 
     def check_same(self, table: dict[str, str], name: str) -> list[str]:
-        """Checks that all ranks have the same entries, in any order.
-
-        Collective: all ranks must call it.
+        """Checks that all ranks have the same entries. Collective: all ranks must call it.
 
         Args:
-          table: text by name, such as shape and dtype by variable name.
+          table: text by name, in any order, such as shape and dtype by variable name.
           name: describes the table, for the error.
 
         Returns:

@@ -1,8 +1,4 @@
-"""Tensor fusion: assigns gradients to buckets, and packs the gradients of a bucket into a buffer.
-
-Backward produces the gradients of the last variables first. Buckets are therefore filled in
-reverse variable order, so that the first bucket is reduced while backward computes the others.
-"""
+"""Tensor fusion: assigns gradients to buckets, and packs those of a bucket into a buffer."""
 
 from __future__ import annotations
 

@@ -18,13 +18,7 @@ import threading
 from collections.abc import Sequence
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.errors import (
-    ConfigError,
-    HostOptError,
-    PeerLostError,
-    ResourceError,
-    error_from_dict,
-)
+from hostopt.errors import ConfigError, HostOptError, PeerLostError, ResourceError, error_from_dict
 from hostopt.options import Options
 from hostopt.process import descriptors
 from hostopt.process.error_report import cause_of

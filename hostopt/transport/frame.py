@@ -1,9 +1,4 @@
-"""Frames, and streams of them. docs/wire.md documents the format: 64 bytes of header, payload.
-
-A frame carries the job and the incarnation of its sender, and its sequence number on the stream.
-The reader accepts each frame exactly once and in order. It ignores repeated frames and raises an
-error for any other unexpected frame, before the payload is used.
-"""
+"""Frames, and streams of them. docs/wire.md has the format, and what the reader refuses."""
 
 from __future__ import annotations
 

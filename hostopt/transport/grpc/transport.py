@@ -15,12 +15,7 @@ import threading
 from collections.abc import Sequence
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.errors import (
-    AuthError,
-    CollectiveTimeoutError,
-    HostOptError,
-    PeerLostError,
-)
+from hostopt.errors import AuthError, CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
 from hostopt.process.child_process import call_at_exit, cancel_at_exit
 from hostopt.transport import event_loop
