@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,8 +53,7 @@ class Channel:
         self.transport = transport
         self.channel = channel
         self.name = name
-        self._steps = itertools.count()
-        self._lock = threading.Lock()
+        self._steps = itertools.count()  # taking the next number is atomic
 
     @property
     def rank(self) -> int:
@@ -69,8 +67,7 @@ class Channel:
 
     def next_call(self, name: str = "") -> CollectiveCall:
         """Numbers the next call, which is unsigned and must be executed exactly once."""
-        with self._lock:
-            return CollectiveCall(self.channel, next(self._steps), name=name or self.name)
+        return CollectiveCall(self.channel, next(self._steps), name=name or self.name)
 
     def begin_call(self, kind: str, name: str = "", array: Array | None = None) -> CollectiveCall:
         """Numbers, signs and begins the next call, which must be executed exactly once.

@@ -36,14 +36,10 @@ def all_within(values: Array, limit: float) -> bool:
 
 def safe_limit(dtype: np.dtype[Any], size: int) -> float:
     """Returns the magnitude up to which a sum of `size` values is certain to be finite."""
-    # a factor of 2 to spare for rounding
-    return math.inf if _is_integer(dtype) else _largest_finite(dtype) / (2 * size)
-
-
-@functools.cache
-def _largest_finite(dtype: np.dtype[Any]) -> float:
+    if _is_integer(dtype):
+        return math.inf
     info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-    return float(info.max)
+    return float(info.max) / (2 * size)  # a factor of 2 to spare for rounding
 
 
 def _is_integer(dtype: np.dtype[Any]) -> bool:

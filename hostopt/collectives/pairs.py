@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -40,14 +39,6 @@ from hostopt.transport.base import Transport
 SMALL_BYTES, MEDIUM_BYTES = 64 << 10, 4 << 20
 
 Parts = list[Array]  # of a stream's stripes, each contiguous
-
-
-class _Step(NamedTuple):
-    """An exchange of one rank."""
-
-    partner: int  # position
-    own: Parts  # what this rank still reduces afterwards
-    other: Parts  # what the partner does
 
 
 def partners(index: int, size: int) -> list[int]:
@@ -112,7 +103,8 @@ class Pairs:
             for round_, (partner, own, other) in enumerate(reversed(steps), start=len(steps)):
                 await self._exchange(partner, round_, "all-gather", own, other)
 
-    def _steps(self, flat: Array) -> list[_Step]:
+    def _steps(self, flat: Array) -> list[tuple[int, Parts, Parts]]:
+        """Returns each partner, what this rank still reduces afterwards, and what the partner."""
         steps, first, distance = [], 0, len(self._members) // 2
         while distance:
             lower, upper = (
@@ -120,7 +112,7 @@ class Pairs:
             )
             is_upper = self._index & distance != 0
             own, other = (upper, lower) if is_upper else (lower, upper)
-            steps.append(_Step(self._index ^ distance, own, other))
+            steps.append((self._index ^ distance, own, other))
             first += distance * is_upper
             distance //= 2
         return steps
