@@ -85,18 +85,12 @@ class BucketReducer(abc.ABC):
     def close(self) -> None:
         """Ends the reductions, and frees the buffers."""
 
-    def _record_launch(self, bucket: int, begin_s: float, end_s: float) -> None:
-        step = self._stats.launched(bucket, end_s)
-        self._add_span(Track.LAUNCH, step, bucket, begin_s, end_s)
-
-    def _record_wait(self, bucket: int, begin_s: float, end_s: float) -> None:
-        """Records a wait; the all-reduce of the bucket has been recorded before."""
-        step = self._stats.waited(bucket, begin_s, end_s)
-        self._add_span(Track.WAIT, step, bucket, begin_s, end_s)
-
-    def _add_span(
-        self, track: Track, step: int, bucket: int, begin_s: float, end_s: float
-    ) -> None:
+    def _record(self, track: Track, bucket: int, begin_s: float, end_s: float) -> None:
+        """Records a launch, or a wait, whose all-reduce has been recorded before."""
+        if track is Track.LAUNCH:
+            step = self._stats.launched(bucket, end_s)
+        else:
+            step = self._stats.waited(bucket, begin_s, end_s)
         timeline = self.communicator.transport.timeline
         if timeline is not None:
             nbytes, name = self.buckets[bucket].nbytes, self._calls[bucket].name
@@ -152,9 +146,9 @@ class InlineReducer(BucketReducer):
             sums, is_finite = self._sum(bucket, source, call)
             views = plan.views(sums)
             end_s = time.monotonic()
-            self._record_launch(bucket, begin_s, begin_s)
+            self._record(Track.LAUNCH, bucket, begin_s, begin_s)
             self._stats.ring(bucket, begin_s, end_s)
-            self._record_wait(bucket, begin_s, end_s)
+            self._record(Track.WAIT, bucket, begin_s, end_s)
             self.nonfinite_check.check(
                 call,
                 is_finite,
@@ -263,7 +257,7 @@ class Reducer(BucketReducer):
         with self._changed:
             self._launched[bucket] = buffer, nonfinite
             self._progress_s = time.monotonic()
-            self._record_launch(bucket, begin_s, self._progress_s)
+            self._record(Track.LAUNCH, bucket, begin_s, self._progress_s)
             self._changed.notify_all()
 
     def wait(self, bucket: int) -> list[Array]:
@@ -277,7 +271,7 @@ class Reducer(BucketReducer):
                 self._wait_for_progress(bucket)
             buffer = self._reduced.pop(bucket)
             self._pending.discard(bucket)
-            self._record_wait(bucket, begin_s, time.monotonic())
+            self._record(Track.WAIT, bucket, begin_s, time.monotonic())
         plan = self.buckets[bucket]
         sums = plan.views(buffer)
         if bucket in self._scattered:
