@@ -14,10 +14,9 @@ class StepTimes(NamedTuple):
     step: int  # from 0
     communication_ms: float  # in the ring, summed over the buckets
     exposed_ms: float  # the part of it after the last launch, when backward is done
-    wait_ms: float  # in `wait`, summed over the buckets
     last_launch_s: float  # when the last launch returned, on this rank's monotonic clock
     first_return_s: float  # when the first wait returned, on the same clock
-    total_wait_ms: float  # of all steps so far
+    total_wait_ms: float  # in `wait`, summed over the buckets of all steps so far
 
     @property
     def overlap_percent(self) -> float:
@@ -33,7 +32,6 @@ def merge(times: Sequence[StepTimes]) -> StepTimes:
         times[0].step,
         sum(each.communication_ms for each in times),
         sum(each.exposed_ms for each in times),
-        sum(each.wait_ms for each in times),
         max(each.last_launch_s for each in times),
         min(each.first_return_s for each in times),
         sum(each.total_wait_ms for each in times),
@@ -60,7 +58,6 @@ class _Step:
             step,
             1e3 * sum(end - begin for begin, end in rings),
             1e3 * exposed_s,
-            wait_ms,
             last_launch_s,
             min(end for _, end in self.wait_s.values()),
             earlier_waits_ms + wait_ms,

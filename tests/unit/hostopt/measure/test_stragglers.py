@@ -132,7 +132,7 @@ def test_only_host_leaders_are_compared_as_senders(
         for step in range(1, 5):
             sent_s = busy_s * step
             monkeypatch.setattr(communicator.transport, "send_time_s", lambda s=sent_s: s)
-            reports.send(step, StepTimes(step, 0.0, 0.0, 1.0, 0.0, 0.0, float(step)))
+            reports.send(step, StepTimes(step, 0.0, 0.0, 0.0, 0.0, float(step)))
             reports.collect()
 
     with caplog.at_level(logging.WARNING):
@@ -148,7 +148,7 @@ def test_a_slow_link_is_named(
         busy_s = {0: 0.001, 1: 30.0, 2: 0.002}[communicator.rank]
         monkeypatch.setattr(communicator.transport, "send_time_s", lambda: busy_s * step)
         for step in range(1, 5):
-            reports.send(step, StepTimes(step, 0.0, 0.0, 1.0, 0.0, 0.0, float(step)))
+            reports.send(step, StepTimes(step, 0.0, 0.0, 0.0, 0.0, float(step)))
             result.append(reports.collect())
         return result
 

@@ -313,7 +313,7 @@ def test_a_shared_memory_reducer_records_each_bucket(tmp_path: Path) -> None:
 
     for rank, times in enumerate(Spawn("shm")(2, work)):
         assert times.step == 1
-        assert times.wait_ms == times.communication_ms > 0
+        assert times.total_wait_ms > times.communication_ms > 0  # of two steps, and of the last
         of_buckets = Counter(
             (span["cat"], span["args"]["step"], span["args"]["bucket"])
             for span in spans(path_of_rank(path, rank))
