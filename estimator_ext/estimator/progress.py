@@ -312,7 +312,7 @@ def write_evaluation(metrics: dict[str, Any], name: str | None) -> dict[str, Any
 
 def _last_times(reducers: Sequence[AnyReducer], since_s: float = 0.0) -> StepTimes | None:
     """Returns the times of the last communication; None if a reducer has none since a time."""
-    times = [each.last_times for each in reducers]
+    times = [each.stats.last for each in reducers]
     measured = [each for each in times if each and each.last_launch_s >= since_s]
     return merge(measured) if measured and len(measured) == len(times) else None
 
@@ -432,7 +432,7 @@ def show_steps(
         nonlocal shown_step
         end_s, to_wall_s = time.monotonic(), time.time() - time.monotonic()
         input_s, copies_s, loss_s = (each_s - to_wall_s for each_s in since_epoch_s)
-        measured = [each.last_times for each in reducers if each.last_times]
+        measured = [each.stats.last for each in reducers if each.stats.last]
         if not measured or measured[0].step == shown_step:  # nothing was reduced
             return
         times = merge(measured)

@@ -34,7 +34,7 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
 from hostopt.gradients.bucket import TensorSpec
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
-from hostopt.gradients.step_stats import StepStats, StepTimes
+from hostopt.gradients.step_stats import StepStats
 
 _INDEX_BITS = 40
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
@@ -113,13 +113,8 @@ class FusedExchange:
         self.communicator = communicator
         self.nonfinite_check = check or NonFiniteCheck(communicator)
         self._steps = itertools.count()
-        self._stats = StepStats(1)
+        self.stats = StepStats(1)  # the whole exchange is exposed
         self._lock = threading.Lock()
-
-    @property
-    def last_times(self) -> StepTimes | None:
-        """Times of the last step, in which the whole exchange was exposed."""
-        return self._stats.last
 
     def count_from(self, step: int) -> None:
         """Sets the number of the first step, the same on all ranks, before any exchange."""
@@ -152,13 +147,13 @@ class FusedExchange:
         """
         with self._lock:
             begin_s = time.monotonic()
-            self._stats.launched(0, begin_s)
+            self.stats.launched(0, begin_s)
             dense, rows = self._buffer.weighted(dense, rows, weight)
             packed = self._buffer.pack(side_value, dense, rows)
             buffers = self.communicator.all_gather_bytes(packed)
             end_s = time.monotonic()
-            self._stats.ring(0, begin_s, end_s)
-            self._stats.waited(0, begin_s, end_s)
+            self.stats.ring(0, begin_s, end_s)
+            self.stats.waited(0, begin_s, end_s)
             result = self._buffer.combine([np.frombuffer(each, np.uint8) for each in buffers])
             self._check(dense, rows, result)
             return result

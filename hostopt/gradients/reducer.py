@@ -25,7 +25,7 @@ from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
 from hostopt.gradients.bucket import Bucket, BufferPool, SharedSlots
 from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
-from hostopt.gradients.step_stats import StepStats, StepTimes
+from hostopt.gradients.step_stats import StepStats
 from hostopt.telemetry.timeline import Track
 from hostopt.transport.message import signature_of
 
@@ -47,12 +47,7 @@ class BucketReducer(abc.ABC):
         self._first_step = 0
         self._pools = [BufferPool(bucket) for bucket in self.buckets]
         self._calls = [self._first_call(index) for index in range(len(self.buckets))]
-        self._stats = StepStats(len(self.buckets))
-
-    @property
-    def last_times(self) -> StepTimes | None:
-        """Times of the last complete step; None if there is none yet."""
-        return self._stats.last
+        self.stats = StepStats(len(self.buckets))
 
     def count_from(self, step: int) -> None:
         """Sets the number of the first step, the same on all ranks, before any reduction."""
@@ -88,9 +83,9 @@ class BucketReducer(abc.ABC):
     def _record(self, track: Track, bucket: int, begin_s: float, end_s: float) -> None:
         """Records a launch, or a wait, whose all-reduce has been recorded before."""
         if track is Track.LAUNCH:
-            step = self._stats.launched(bucket, end_s)
+            step = self.stats.launched(bucket, end_s)
         else:
-            step = self._stats.waited(bucket, begin_s, end_s)
+            step = self.stats.waited(bucket, begin_s, end_s)
         timeline = self.communicator.transport.timeline
         if timeline is not None:
             nbytes, name = self.buckets[bucket].nbytes, self._calls[bucket].name
@@ -141,13 +136,13 @@ class InlineReducer(BucketReducer):
             self.communicator.begin(call)
             self._steps[bucket] += 1
             if bucket == 0:
-                self._stats.end_step()  # if it has left out its last buckets
+                self.stats.end_step()  # if it has left out its last buckets
             source = TensorListView([array.reshape(-1) for array in arrays], plan.starts)
             sums, is_finite = self._sum(bucket, source, call)
             views = plan.views(sums)
             end_s = time.monotonic()
             self._record(Track.LAUNCH, bucket, begin_s, begin_s)
-            self._stats.ring(bucket, begin_s, end_s)
+            self.stats.ring(bucket, begin_s, end_s)
             self._record(Track.WAIT, bucket, begin_s, end_s)
             self.nonfinite_check.check(
                 call,
@@ -245,7 +240,7 @@ class Reducer(BucketReducer):
                     bucket=bucket,
                 )
             if bucket < self._next and not self._pending:
-                self._stats.end_step()  # the step before has left out its last buckets
+                self.stats.end_step()  # the step before has left out its last buckets
                 self._begin_step()
             self._pending.add(bucket)
             buffer = self._pools[bucket].take()
@@ -349,7 +344,7 @@ class Reducer(BucketReducer):
             self._reduced[index] = buffer
             self._is_reducing = False
             self._progress_s = time.monotonic()
-            self._stats.ring(index, begin_s, end_s)
+            self.stats.ring(index, begin_s, end_s)
             self._next += 1
             if self._next == len(self.buckets):
                 self._begin_step()

@@ -64,7 +64,7 @@ def test_reducers_that_a_hook_adds_are_not_reported(tmp_path: Path) -> None:
 
 def test_steps_of_loops_are_counted(spawn_inproc: Spawn) -> None:
     times = StepTimes(0, 1.0, 1.0, 0.0, 0.0, 1.0)
-    reducer: Any = SimpleNamespace(last_times=times, count_from=lambda step: None)
+    reducer: Any = SimpleNamespace(stats=SimpleNamespace(last=times), count_from=lambda step: None)
     session: Any = SimpleNamespace(run=lambda step: 8)
     config = estimator_ext.RunConfig(save_summary_steps=10, iterations_per_loop=4)
 

@@ -79,7 +79,7 @@ def test_steps_that_leave_out_the_last_buckets(spawn_shm: Spawn) -> None:
                 arrays = gradients(communicator.rank, step, number)
                 check(reducer.reduce(number, arrays), 2, step, number)
         reducer.close()
-        return reducer.last_times
+        return reducer.stats.last
 
     for times in spawn_shm(2, work):
         assert times is not None

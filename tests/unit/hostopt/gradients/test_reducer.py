@@ -118,7 +118,7 @@ def test_steps_that_leave_out_the_last_buckets(spawn: Spawn) -> None:
             for number in range(count):
                 check_sums(reducer.wait(number), 2, step, BUCKETS[number])
         reducer.close()
-        return reducer.last_times
+        return reducer.stats.last
 
     for times in spawn(2, work):
         assert times is not None

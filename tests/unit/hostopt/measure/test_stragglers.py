@@ -60,8 +60,8 @@ def train(communicator: Communicator, pause: Callable[[], Any], steps: int) -> l
             reducer.wait(bucket)
         result.append(reports.collect())
         if step % 5 == 0:
-            assert reducer.last_times is not None
-            reports.send(step, reducer.last_times)
+            assert reducer.stats.last is not None
+            reports.send(step, reducer.stats.last)
     result.append(reports.collect())
     reducer.close()
     return [report for report in result if report is not None]

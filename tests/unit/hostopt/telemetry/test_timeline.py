@@ -295,7 +295,7 @@ def test_a_reducer_records_each_bucket_of_each_step(spawn_ring: Spawn, tmp_path:
 
 def test_a_reducer_measures_times_without_a_timeline(spawn_inproc: Spawn) -> None:
     for reducer in spawn_inproc(2, two_steps):
-        times = reducer.last_times
+        times = reducer.stats.last
         assert times.step == 1
         assert times.communication_ms > 0
         assert 0 <= times.exposed_ms <= times.communication_ms
@@ -309,7 +309,7 @@ def test_a_shared_memory_reducer_records_each_bucket(tmp_path: Path) -> None:
         reducer = InlineReducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         for number, bucket in [*enumerate(BUCKETS)] * 2:
             reducer.reduce(number, [np.ones(spec.shape, np.float32) for spec in bucket.specs])
-        return reducer.last_times
+        return reducer.stats.last
 
     for rank, times in enumerate(Spawn("shm")(2, work)):
         assert times.step == 1
