@@ -184,18 +184,15 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Makes the thread close this session if the ring is aborted."""
-        del coord
         self._session = session
         self._may_wait.clear()
 
     def before_run(self, run_context: Any) -> None:
         """Notes that a step begins."""
-        del run_context
         self._may_wait.set()
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Notes that a step has ended; hooks that save come later."""
-        del run_context, run_values
         self._may_wait.clear()
 
     def _run(self) -> None:

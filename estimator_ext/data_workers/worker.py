@@ -261,7 +261,6 @@ class RingEnd:
             signal.signal(signal.SIGTERM, previous)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        del signum, frame
         self._ends_s = min(self._ends_s, time.monotonic() + GRACE_S)
         self._next_s = 0.0
 

@@ -86,14 +86,12 @@ class BatchPosition:
 
     def save(self, session: tf.compat.v1.Session) -> Packed:
         """Returns the position, with the attributes "batches" and "checksum"."""
-        del session
         return Packed({"batches": self._counter.count, "checksum": self._counter.checksum()}, [])
 
     # -- resuming --------------------------------------------------------------------------
 
     def load(self, session: tf.compat.v1.Session, packed: Packed | None) -> bool:
         """Loads a saved position; returns False, as it does not show if the data had ended."""
-        del session
         self._loaded = packed.attributes if packed is not None else {}
         return False
 

@@ -179,7 +179,6 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Restores the positions."""
-        del coord
         self._first_step = step = _global_step(session)
         is_restored = self._newest and read_step(self._newest) == step
         self._states.begin(session, self._newest if is_restored else None)

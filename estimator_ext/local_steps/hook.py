@@ -101,7 +101,6 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Stores the first step."""
-        del coord
         self._global_step = tf.compat.v1.train.get_global_step()
         self._step = int(session.run(self._global_step))
 

@@ -155,7 +155,6 @@ First = list[tuple[str, list[int]]]
 
 
 def _read_eagerly(pipeline: Pipeline, config: None) -> tuple[Numbers, First]:
-    del config
     numbers = [(name, int(value)) for name, value in pipeline.scalars()]
     first: First = []
     with tf.device(HOST_DEVICE):

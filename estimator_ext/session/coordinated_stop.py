@@ -81,7 +81,6 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Stores the first step, and prepares what the chief saves before it."""
-        del coord
         self._coordinated.divided.initialize(session)
         self._step = int(session.run(tf.compat.v1.train.get_global_step()))
 
@@ -94,7 +93,6 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Receives the requests of all ranks; collects on the chief what it is about to save."""
-        del run_values
         if self._flags_sum is not None:
             self._flags.set_total(float(self._flags_sum.wait()[1]))
         self._count(run_context.session)
@@ -139,14 +137,12 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Finds the step at which all ranks stop."""
-        del session, coord
         of_ranks = all_gather_json(self._communicator, last_steps(self._hooks))
         of_all = set.intersection(*map(set, of_ranks))
         self.last_step = min(of_all, default=sys.maxsize)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Stops if a rank has requested it; postpones a stop that only this rank knows of."""
-        del run_values
         if self._flags.ranks_stopping:
             _log.info("training stops: requested by %d rank(s)", self._flags.ranks_stopping)
             run_context.request_stop()

@@ -40,7 +40,6 @@ class SessionCloseHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Replaces `close` of the session."""
-        del coord
         close_in_time(session)
 
 
@@ -107,7 +106,6 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Allows the first session only."""
-        del coord
         if self._has_session:
             raise _error(self._closed_for, "after which TensorFlow would start a new session")
         self._has_session = True
@@ -122,7 +120,6 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Checks, before anything is saved, that only the end of the data ends the training."""
-        del session
         error = sys.exc_info()[1]  # the error that ends the `with` block of the session
         if error in (None, self._handled_before):
             return

@@ -43,7 +43,6 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
         self, session: tf.compat.v1.Session, coord: tf.train.Coordinator
     ) -> None:
         """Compares names, shapes and dtypes of the variables, then broadcasts their values."""
-        del coord
         descriptions = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}
         self._communicator.check_same(descriptions, "the variables")
         numbers = list(filter(has_numbers, self._variables))
@@ -79,7 +78,6 @@ class EventsFilePerProcessHook(tf.compat.v1.train.SessionRunHook):
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Creates and caches the writer that TensorFlow would create without the process ID."""
-        del session
         writers = tf.compat.v1.summary.FileWriterCache
         with writers._lock:
             if self._directory not in writers._cache:

@@ -106,7 +106,6 @@ class PreemptionHook(tf.compat.v1.train.SessionRunHook):
           SystemExit: SIGTERM came before the first step; code 143.
           KeyboardInterrupt: SIGINT came before the first step, or came twice.
         """
-        del frame
         is_first = not self.signum
         self.signum = self.signum or signum
         self._interrupts_handled += signum == signal.SIGINT
