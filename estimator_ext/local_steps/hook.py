@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,39 +55,29 @@ class RankState(NamedTuple):
     checksum: float  # CRC-32 of its variables after the last synchronisation
 
 
+@dataclass(eq=False)
 class SyncHook(tf.compat.v1.train.SessionRunHook):
-    """Synchronises the ranks; it must come before hooks that save. All ranks must have it.
+    """Synchronises the ranks; it must come before hooks that save. All ranks must have it."""
 
-    Args:
-      examples: scalar, the number of examples in a step.
-      hooks: hooks of this rank, of which one knows its signals.
-    """
+    communicator: hostopt.Communicator
+    coordinated: Coordinated
+    strategy: Any
+    replicas: Replicas
+    stops: EndStopSaveHook
+    examples_in_step: tf.Tensor  # scalar
+    config: Any
+    hooks: Sequence[Any]  # of this rank, of which one knows its signals
 
-    def __init__(
-        self,
-        communicator: hostopt.Communicator,
-        coordinated: Coordinated,
-        strategy: Any,
-        replicas: Replicas,
-        stops: EndStopSaveHook,
-        examples: tf.Tensor,
-        config: Any,
-        hooks: Sequence[Any],
-    ) -> None:
-        self._communicator = communicator
-        self._options = strategy.local_steps
-        self._coordinated = coordinated
-        self._flags = coordinated.flags
-        coordinated.coordinate_saves()
-        self._schedule = SyncSchedule(communicator, self._options, self._flags, stops)
-        self._replicas = replicas
-        self._stops = stops
-        self._examples_in_step = examples
+    def __post_init__(self) -> None:
+        self._options = self.strategy.local_steps
+        self._flags = self.coordinated.flags
+        self.coordinated.coordinate_saves()
+        self._schedule = SyncSchedule(self.communicator, self._options, self._flags, self.stops)
         # of accumulated micro-batches only the last one is counted
-        self._knows_examples = options_of(config).accumulate_steps == 1
-        self._ends_together = options_of(config).uneven_data == "stop"
-        self._checks = strategy.options.desync_check_steps > 0
-        self._preemptions = [each for each in hooks if isinstance(each, PreemptionHook)]
+        self._knows_examples = options_of(self.config).accumulate_steps == 1
+        self._ends_together = options_of(self.config).uneven_data == "stop"
+        self._checks = self.strategy.options.desync_check_steps > 0
+        self._preemptions = [each for each in self.hooks if isinstance(each, PreemptionHook)]
         # the main thread and the one in the background take turns in collectives
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hostopt-synchronisation")
         # a synchronisation in the background
@@ -95,7 +86,9 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._step = 0  # of this rank
         self._increment = 0  # of global_step in a step of this rank; 0 while unknown
         self._steps = 0  # of this rank, since the last synchronisation
-        self._examples = [0.0] * len(replicas.fragments)  # since the last one of each fragment
+        self._examples = [0.0] * len(
+            self.replicas.fragments
+        )  # since the last one of each fragment
         self._since_s = 0.0
         self._next_fragment = 0  # the same on all ranks
 
@@ -108,11 +101,11 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         """Fetches the number of examples."""
         session = run_context.session
         self._begin(session)
-        self._coordinated.resume(session)
+        self.coordinated.resume(session)
         self._flags.set_total(0.0)
         if not self._steps:  # saves and evaluations do not count
             self._since_s = time.monotonic()
-        return tf.compat.v1.train.SessionRunArgs(self._examples_in_step)
+        return tf.compat.v1.train.SessionRunArgs(self.examples_in_step)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Synchronises if it is time."""
@@ -123,23 +116,23 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         if not self._increment:
             self._increment = int(session.run(self._global_step)) - self._step
         self._step += self._increment
-        self._communicator.transport.training_step = self._step  # for `hostopt status`
+        self.communicator.transport.training_step = self._step  # for `hostopt status`
         if self._is_due(session):
             self._synchronise(session, has_ended=False)
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Synchronises until all ranks have ended, and collects on the chief what it saves."""
         self._begin(session)
-        self._coordinated.resume(session)
+        self.coordinated.resume(session)
         while not (self._is_due(session) and self._synchronise(session, has_ended=True)):
             self._flags.stop |= any(preemption.signum for preemption in self._preemptions)
         self._background.shutdown(wait=False)
-        self._communicator.finish("the last step")
-        self._coordinated.collect(session)
+        self.communicator.finish("the last step")
+        self.coordinated.collect(session)
 
     def _begin(self, session: tf.compat.v1.Session) -> None:
         if not self._schedule.has_begun:  # the hooks have broadcast the variables
-            self._replicas.begin(session)
+            self.replicas.begin(session)
             self._schedule.begin(self._step)
 
     def _is_due(self, session: tf.compat.v1.Session) -> bool:
@@ -159,7 +152,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         step, schedule = self._schedule.end_interval(), self._schedule
         self._finish_pending(session)  # if the interval is shorter than the delay
         latest = max(step, self._step)  # this rank may have no data left
-        self._flags.save = self._coordinated.is_save_due(latest)
+        self._flags.save = self.coordinated.is_save_due(latest)
         is_warm_up = step <= self._options.sync_warmup_steps
         if self._options.sync_delay and not (is_warm_up or schedule.is_whole_next):
             self._start(session, has_ended)
@@ -168,7 +161,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         states, examples = self._exchange(self._state(has_ended), self._examples)
         step = max(int(state.step) for state in states)
         all_ended = self._note_requests(states)
-        is_last = all_ended or bool(self._flags.ranks_stopping or self._stops.last_step == step)
+        is_last = all_ended or bool(self._flags.ranks_stopping or self.stops.last_step == step)
         is_whole = is_last or schedule.is_whole_next or bool(self._flags.ranks_saving)
         self._reduce(session, examples, is_whole, is_warm_up)
         schedule.is_whole_next = False
@@ -178,22 +171,22 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         schedule.note_speed(states)
         schedule.begin(step, is_last=is_last)
         if self._flags.ranks_saving:
-            self._coordinated.collect(session, has_more=not all_ended)
+            self.coordinated.collect(session, has_more=not all_ended)
             if has_ended and not all_ended:
                 self._save_meanwhile(session)
         return all_ended
 
     def _save_meanwhile(self, session: tf.compat.v1.Session) -> None:
         """Saves on the chief if its data have ended and those of others have not."""
-        for saver in self._coordinated.savers:
+        for saver in self.coordinated.savers:
             timer = timer_of(saver)
             if timer.is_due(self._step):
                 timer.update_last_triggered_step(self._step)
                 save(saver, session, self._step)
-        self._coordinated.resume(session)
+        self.coordinated.resume(session)
 
     def _state(self, has_ended: bool) -> RankState:
-        fragment = self._replicas.fragments[self._next_fragment]
+        fragment = self.replicas.fragments[self._next_fragment]
         state = RankState(
             self._step,
             self._increment,
@@ -224,7 +217,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         is_warm_up: bool,
     ) -> None:
         """Synchronises the next fragment, or the whole model, and waits for it."""
-        fragments = self._replicas.fragments
+        fragments = self.replicas.fragments
         numbers = range(len(fragments)) if is_whole or is_warm_up else [self._next_fragment]
         for number in numbers:
             if not sum(examples[number]):  # no rank has made a step
@@ -235,21 +228,24 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
             fragments[number].apply(session, self._step)
             self._examples[number] = 0.0
         if is_whole:
-            self._replicas.complete(session, self._weight(examples[0]), self._step)
+            self.replicas.complete(session, self._weight(examples[0]), self._step)
         # a training that resumes from a checkpoint begins with the first fragment, too
         self._next_fragment = 0 if is_whole else (self._next_fragment + 1) % len(fragments)
 
     def _start(self, session: tf.compat.v1.Session, has_ended: bool) -> None:
         """Begins the synchronisation of the next fragment in the background."""
         state, number = self._state(has_ended), self._next_fragment
-        fragment = self._replicas.fragments[number]
+        fragment, examples = self.replicas.fragments[number], self._examples[number]
+
+        def exchange_and_reduce() -> list[RankState]:
+            states, (counts,) = self._exchange(state, [examples])
+            fragment.reduce(self._weight(counts), is_whole=False)
+            return states
+
         fragment.take(session, self._step)
-        states = self._background.submit(
-            self._exchange_and_reduce, state, self._examples[number], fragment
-        )
-        self._pending = fragment, states
+        self._pending = fragment, self._background.submit(exchange_and_reduce)
         self._examples[number] = 0.0
-        self._next_fragment = (number + 1) % len(self._replicas.fragments)
+        self._next_fragment = (number + 1) % len(self.replicas.fragments)
 
     def _finish_pending(self, session: tf.compat.v1.Session) -> None:
         """Applies the synchronisation that runs in the background, if there is one."""
@@ -262,14 +258,6 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._schedule.is_whole_next |= bool(requests)
         self._schedule.note_speed(states)
 
-    def _exchange_and_reduce(
-        self, state: RankState, examples: float, fragment: Fragment
-    ) -> list[RankState]:
-        """Exchanges states, and replaces differences of one fragment by their means."""
-        states, (counts,) = self._exchange(state, [examples])
-        fragment.reduce(self._weight(counts), is_whole=False)
-        return states
-
     def _exchange(
         self, state: RankState, examples: Sequence[float]
     ) -> tuple[list[RankState], list[list[float]]]:
@@ -278,11 +266,11 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         Collective: all ranks must call it. Both results are in the order of ranks.
         """
         local = np.array([*state, *examples], np.float64)
-        rows = self._communicator.all_gather(local, "the states of the ranks")
+        rows = self.communicator.all_gather(local, "the states of the ranks")
         states = [RankState(*row) for row in rows[:, : len(state)].tolist()]
         differing = [r for r, each in enumerate(states) if each.checksum != states[0].checksum]
         if differing:
-            cluster = self._communicator.transport.cluster
+            cluster = self.communicator.transport.cluster
             raise hostopt.CollectiveMismatchError(
                 f"after the synchronisation before step {int(state.step)} the variables of "
                 f"{cluster.describe(0)} and {', '.join(map(cluster.describe, differing))} "
@@ -295,48 +283,34 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         return states, rows[:, len(state) :].T.tolist()
 
     def _weight(self, examples: Sequence[float]) -> float:
-        """Returns the weight of this rank from the numbers of examples of all ranks."""
         total = sum(examples)
-        return examples[self._communicator.rank] / total if total else 1 / len(examples)
+        return examples[self.communicator.rank] / total if total else 1 / len(examples)
 
 
-# -- the schedule of synchronisations --------------------------------------------------------
-
-# The steps after which ranks that train by themselves synchronise, the same on all of them.
-
-
+@dataclass(eq=False)
 class SyncSchedule:
     """Counts the steps to the next synchronisation, and learns early of requests to stop.
 
-    A rank whose data have ended counts on, without steps.
+    The ranks synchronise after the same steps. One whose data have ended counts on, without steps.
     """
 
-    def __init__(
-        self,
-        communicator: hostopt.Communicator,
-        options: LocalSteps,
-        flags: StopSaveFlags,
-        stops: EndStopSaveHook,
-    ) -> None:
-        self._options = options
-        self._flags = flags
-        self._stops = stops
-        self._requests = communicator.open_scalar_sum("requests to stop")
+    communicator: hostopt.Communicator
+    options: LocalSteps
+    flags: StopSaveFlags
+    stops: EndStopSaveHook
+
+    def __post_init__(self) -> None:
+        self._requests = self.communicator.open_scalar_sum("requests to stop")
         self._has_asked = False  # a sum of requests has started
+        self.has_begun = False
         self._interval = 0  # steps between two synchronisations
         self._check_steps = 1  # between two exchanges of requests
         self._next_check = 1  # position
-        self._size = communicator.size
         self.step = 0  # global_step of the ranks that have data, at the last synchronisation
         self.position = 0  # number of steps since then
         self._step_s = 0.0  # duration of a step on the slowest rank; 0 while unknown
         self._increment = 1  # of global_step in a step
         self.is_whole_next = False  # the next synchronisation is that of the whole model
-
-    @property
-    def has_begun(self) -> bool:
-        """True after the first call of `begin`."""
-        return self._interval > 0
 
     def note_speed(self, states: Sequence[RankState]) -> None:
         """Stores how fast the ranks have been since the last synchronisation."""
@@ -345,9 +319,10 @@ class SyncSchedule:
 
     def begin(self, step: int, *, is_last: bool = False) -> None:
         """Begins the steps to the next synchronisation, if any follow the last one."""
+        self.has_begun = True
         step_s, increment = self._step_s, self._increment
-        interval = self._options.interval(step, step_s)
-        left = self._stops.last_step - step
+        interval = self.options.interval(step, step_s)
+        left = self.stops.last_step - step
         if left <= interval * increment:
             interval = -(-left // increment)
             self.is_whole_next = True
@@ -366,7 +341,7 @@ class SyncSchedule:
             return False
         if self.take_requests():
             return True
-        self._requests.start(float(self._flags.stop), step_s)
+        self._requests.start(float(self.flags.stop), step_s)
         self._has_asked = True
         self._next_check = self.position + self._check_steps
         return False
@@ -379,7 +354,7 @@ class SyncSchedule:
         requests, total_s = map(float, self._requests.wait())
         is_requested = requests > 0
         self.is_whole_next |= is_requested
-        step_s = total_s / self._size  # the same bits on all ranks
+        step_s = total_s / self.communicator.size  # the same bits on all ranks
         self._check_steps = max(1, int(_CHECK_S / step_s)) if step_s else 2 * self._check_steps
         return is_requested
 

@@ -6,19 +6,19 @@
 
 A synchronisation replaces `local` and `anchor` on all ranks by `anchor - mean`, the weighted mean
 of the ranks. With an outer optimizer, trained variables become `outer(anchor, gradient=mean)`
-instead (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
-Models").
+instead (DiLoCo).
 
 A fragment is a part of the model that is synchronised by itself, one after the other, so that the
-traffic is even (Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"). If the
-reduction runs in the background, this rank's steps meanwhile are kept: its variables change by the
-difference between their synchronised values and those that were sent.
+traffic is even. If the reduction runs in the background, this rank's steps meanwhile are kept: its
+variables change by the difference between their synchronised values and those that were sent.
+docs/local_steps.md names the papers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +29,13 @@ import hostopt
 from estimator_ext._tf_private import saved_as
 from estimator_ext.checkpoints.saving import has_own_saver
 from estimator_ext.graphs.fingerprint import read_updates
-from estimator_ext.local_steps.replica_part import ReplicaPart
 from estimator_ext.spec import operations_of_step
 from estimator_ext.strategy.local_steps import LocalSteps
 from estimator_ext.variables.sync_on_read import assign, is_sync_on_read
+from hostopt.collectives.finite import all_finite
+from hostopt.collectives.wire_format import WireFormat, new_wire_format
+from hostopt.gradients.quantized import NAMES as QUANTIZED
+from hostopt.gradients.quantized import QuantizedSum
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.checksums import checksum, has_numbers, in_parts
 
@@ -105,10 +108,7 @@ def _owner(name: str, trained: Collection[str]) -> str:
 
 
 class OuterStep:
-    """Operations that apply gradients which are computed outside the graph.
-
-    An optimizer applies the difference of a synchronisation to the variables.
-    """
+    """Operations that apply the difference of a synchronisation as a gradient."""
 
     def __init__(self, strategy: Any, variables: Sequence[tf.Variable]) -> None:
         optimizer = strategy.local_steps.new_outer_optimizer()
@@ -132,6 +132,151 @@ class OuterStep:
     def run(self, session: tf.compat.v1.Session, gradients: Sequence[Any]) -> None:
         """Applies gradients, which are arrays like the variables in the same order."""
         session.run(self.operation, dict(zip(self._feeds, gradients)))
+
+
+# -- the synchronisation of variables ---------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ReplicaPart:
+    """Variables of one dtype, which are synchronised as one array of shape [n]."""
+
+    communicator: hostopt.Communicator
+    variables: list[tf.Variable]
+    compression: str | None
+
+    def __post_init__(self) -> None:
+        first = self.variables[0]
+        self.name = f"the differences of {len(self.variables)} variables from {first.op.name!r}"
+        dtype = first.dtype.base_dtype
+        self._dtype = dtype.as_numpy_dtype
+        # sums of the small dtypes are computed in float32
+        self._sum_dtype = np.float64 if dtype == tf.float64 else np.float32
+        self.wire_format: WireFormat | None = None
+        self.quantized: QuantizedSum | None = None
+        if self._sum_dtype is np.float32 and self.compression in QUANTIZED:
+            self.quantized = QuantizedSum(self.communicator, self.compression)
+        elif self._sum_dtype is np.float32:
+            self.wire_format = new_wire_format(self.compression)
+        self.anchor: Any = np.empty(0, self._sum_dtype)
+        # anchor minus variables of this rank, later the mean over the ranks; and the variables
+        self.difference: Any = None
+        self._local: Any = None
+        self._flat = self._joined_in_graph()
+
+    def _joined_in_graph(self) -> tf.Tensor:
+        """Joins the variables in one copy; a session copies variables that it returns."""
+        with tf.device(HOST_DEVICE):
+            values = [tf.cast(v.read_value(), self._sum_dtype) for v in self.variables]
+            return tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+
+    def read(self, session: tf.compat.v1.Session) -> Any:
+        """Returns the values of the variables, of shape [n]."""
+        return session.run(self._flat)
+
+    def read_anchor(self, session: tf.compat.v1.Session) -> None:
+        """Reads the variables as anchor."""
+        self.anchor = self.read(session)
+
+    def read_first_anchor(self, session: tf.compat.v1.Session) -> None:
+        """Reads the variables as anchor before the first step, and checks that it is finite."""
+        self.read_anchor(session)
+        self._check_finite(
+            self.anchor,
+            "is NaN or Inf before the first step, and local steps synchronise what the steps "
+            "change in it. Initialize it with finite numbers, or leave sync_every, sync_secs and "
+            "outer_optimizer out",
+        )
+
+    def split(self, flat: Any) -> list[Any]:
+        """Returns the values of the variables in an array of shape [n], as views if possible."""
+        sizes = [variable.shape.num_elements() for variable in self.variables]
+        shapes = [variable.shape.as_list() for variable in self.variables]
+        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        return [
+            part.reshape(shape).astype(self._dtype, copy=False)
+            for part, shape in zip(parts, shapes)
+        ]
+
+    def assign_local(self, session: tf.compat.v1.Session, flat: Any) -> Any:
+        """Assigns values to the variables of this rank; returns them as the dtype rounds them.
+
+        TensorFlow may keep the array and change it in the next step.
+        """
+        values = self.split(flat)
+        assign(session, self.variables, values)
+        if self._dtype is self._sum_dtype:
+            return flat
+        rounded = [each.reshape(-1).astype(self._sum_dtype, copy=False) for each in values]
+        return np.concatenate(rounded)
+
+    def check_anchor(self, step: int) -> None:
+        """Checks that the anchor is finite, with the same result on all ranks."""
+        self._check_finite(
+            self.anchor,
+            f"is NaN or Inf after the synchronisation at step {step}, and the variables of the "
+            "ranks were finite. Lower the learning rate of the outer optimizer, or use another "
+            "sync_compression",
+            step=step,
+        )
+
+    def take(self, session: tf.compat.v1.Session, step: int) -> None:
+        """Takes the difference, anchor minus variables, and checks that it is finite."""
+        self._local = self.read(session)
+        self.difference = self.anchor - self._local
+        cluster, rank = self.communicator.transport.cluster, self.communicator.rank
+        self._check_finite(
+            self.difference,
+            f"of {cluster.describe(rank)} is NaN or Inf at the synchronisation after step {step}. "
+            "Look at its data and its loss, lower the learning rate or clip",
+            **cluster.attributes(rank),
+            step=step,
+        )
+
+    def reduce(self, weight: float, *, is_whole: bool) -> None:
+        """Replaces the difference by its mean. Any thread may call it. Collective.
+
+        The weights of all ranks add up to 1. If it `is_whole`, nothing is left out: there is no
+        compression, and what was left out before is added.
+        """
+        self.difference *= self.difference.dtype.type(weight)
+        if self.quantized is not None and not is_whole:
+            self.quantized.sum_in_place(self.difference, self.name)
+            return
+        if self.quantized is not None:
+            self.difference += self.quantized.take_residual()
+        call = self.communicator.next_call(self.name)
+        wire_format, op = None if is_whole else self.wire_format, hostopt.ReduceOp.SUM
+        self.communicator.all_reduce_in_place(self.difference, op, call, wire_format)
+
+    def progress(self, session: tf.compat.v1.Session) -> Any:
+        """Returns what this rank has changed since the difference was taken."""
+        local = self.read(session)
+        local -= self._local
+        return local
+
+    def apply(self, session: tf.compat.v1.Session, is_late: bool) -> None:
+        """Assigns the anchor minus the mean; `is_late` keeps what has changed since `take`."""
+        if is_late:
+            self.anchor -= self.difference
+            progress = self.progress(session)
+            progress += self.anchor
+            self.assign_local(session, progress)
+        else:
+            new = np.subtract(self.anchor, self.difference, out=self.difference)
+            self.anchor = self.assign_local(session, new).copy()
+        self.free()
+
+    def free(self) -> None:
+        """Frees the difference, when it is applied."""
+        self.difference = self._local = None
+
+    def _check_finite(self, flat: Any, text: str, **attributes: Any) -> None:
+        """Raises an error with the name of the first variable that is not finite, and a text."""
+        if not all_finite(flat):
+            finite = (np.isfinite(value).all() for value in self.split(flat))
+            name = next(v.op.name for v, good in zip(self.variables, finite) if not good)
+            raise hostopt.NonFiniteGradientError(f"variable {name!r} {text}", **attributes)
 
 
 class Fragment(NamedTuple):
@@ -168,9 +313,8 @@ class Fragment(NamedTuple):
     def apply(self, session: tf.compat.v1.Session, step: int, *, is_late: bool = False) -> None:
         """Replaces the variables by the synchronised ones.
 
-        Args:
-          is_late: True if this rank has made steps since `take`. It keeps the steps of trained
-            variables, but not of others, as an average of squares could become negative.
+        If it `is_late`, this rank has made steps since `take`. Those of trained variables are
+        kept, but not of others, as an average of squares could become negative.
         """
         if self.outer is not None:
             self._apply_outer(session, self.outer, is_late)
@@ -238,9 +382,9 @@ class Replicas:
             part.read_first_anchor(session)
 
     def complete(self, session: tf.compat.v1.Session, weight: float, step: int) -> None:
-        """Averages slots that ranks keep, and compares what must be the same, for a checkpoint.
+        """Averages slots that ranks keep, and compares what must be equal, for a checkpoint.
 
-        Collective: all ranks must call it. The weights of all ranks add up to 1.
+        Collective: all ranks must call it.
         """
         for part in self._kept:
             part.take(session, step)
@@ -284,10 +428,7 @@ def _size(variable: tf.Variable) -> int:
 
 
 def build_replicas(strategy: Any, spec: Any, data: Collection[tf.Operation]) -> Replicas | None:
-    """Builds the outer steps, if there are any; None if ranks reduce gradients in each step.
-
-    Collective: all ranks must call it.
-    """
+    """Builds the outer steps, if any; None if ranks reduce gradients in each step. Collective."""
     options, communicator = strategy.local_steps, strategy.communicator
     if not options.is_used:
         return None
