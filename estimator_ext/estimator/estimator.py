@@ -52,13 +52,13 @@ from estimator_ext.estimator.validation import (
 )
 from estimator_ext.evaluation.evaluators import Evaluators, SumMetricsHook
 from estimator_ext.graphs.global_step import GlobalStepCheckHook
-from estimator_ext.input.reads import prefetched
 from estimator_ext.options import options_of
 from estimator_ext.session.guard import SessionCloseHook
 from estimator_ext.session.hooks import EventsFilePerProcessHook
 from estimator_ext.session.preemption import PreemptionHook
 from estimator_ext.spec import Hooks, stock_spec
 from estimator_ext.strategy.strategy import HostOffloadStrategy
+from hostopt.tensorflow.background import HOST_DEVICE
 
 _log = tf.get_logger()
 InputFn = Callable[..., object]  # returns a dataset, features, or (features, labels)
@@ -320,7 +320,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         if self._is_strict:
             check_data(data)
         depth = options_of(self._config).prefetch_depth
-        return prefetched(data, depth) if mode == ModeKeys.TRAIN and depth else data
+        return _prefetched(data, depth) if mode == ModeKeys.TRAIN and depth else data
 
     def _call_model_fn(self, features: Any, labels: Any, mode: str, config: Any) -> Any:
         params = self._batch_sizes.add_to(self._params, mode)
@@ -423,6 +423,17 @@ def _changed(estimator: _E, **attributes: Any) -> _E:
     result = copy.copy(estimator)
     result.__dict__.update(attributes)
     return result
+
+
+def _prefetched(data: Any, depth: int) -> tf.data.Dataset:
+    if not isinstance(data, tf.data.Dataset):
+        raise ValueError(
+            f"RunConfig.prefetch_depth is {depth} and input_fn returned a {type(data).__name__}, "
+            "wanted a tf.data.Dataset: only a dataset can be prefetched. Return a dataset, or "
+            "leave prefetch_depth out"
+        )
+    with tf.device(HOST_DEVICE):
+        return data.prefetch(depth)
 
 
 def _without_savers(hooks: Hooks) -> list[Any]:

@@ -19,7 +19,7 @@ from estimator_ext._tf_private import last_steps
 from estimator_ext.estimator.progress import read_global_step
 from estimator_ext.estimator.run_config import RunConfig
 from estimator_ext.graphs.walks import runs_before, walk
-from estimator_ext.input.reads import forbid_reads
+from estimator_ext.input.positions import forbid_reads
 from estimator_ext.spec import stock_spec
 
 _FORBIDDEN = (

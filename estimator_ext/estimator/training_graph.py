@@ -65,7 +65,7 @@ from estimator_ext.estimator.progress import (
 )
 from estimator_ext.graphs.fingerprint import Updates, read_updates
 from estimator_ext.graphs.global_step import read_before_changes
-from estimator_ext.input.batch_position import BatchCounter
+from estimator_ext.input.positions import BatchCounter
 from estimator_ext.input.state import (
     KINDS,
     InputStateHook,

@@ -16,6 +16,7 @@ import functools
 import os
 import secrets
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,12 @@ from estimator_ext.checkpoints.file_errors import remove
 from estimator_ext.checkpoints.input_state_file import SUFFIX, Packed, pack, step_of, unpack
 from estimator_ext.checkpoints.reading import read_step
 from estimator_ext.graphs.walks import ancestors
-from estimator_ext.input.batch_position import BatchCounter, BatchPosition
-from estimator_ext.input.iterator_position import IteratorPosition, fingerprint
+from estimator_ext.input.positions import (
+    BatchCounter,
+    BatchPosition,
+    IteratorPosition,
+    fingerprint,
+)
 
 _log = tf.get_logger()
 KINDS = (IteratorPosition.kind, BatchPosition.kind)  # values of `RunConfig.resume_data`
@@ -45,32 +50,23 @@ def _identifier(pid: int) -> str:
     return secrets.token_hex(8)
 
 
+@dataclass(eq=False)
 class InputStates:
-    """Positions of the ranks of a training in their data; created after the input is built.
+    """Positions of the ranks of a training in their data; created after the input is built."""
 
-    Args:
-      communicator: communicator for this object alone (a `duplicate`).
-      more: tensor of the input that reads a batch; False or an OutOfRangeError means that the
-        data have ended.
-      counter: counter of the batches, to skip them after a restart; None to save the states of the
-        iterators.
-    """
+    communicator: hostopt.Communicator  # for this object alone (a `duplicate`)
+    data_have_ended: Callable[[], bool]
+    more: tf.Tensor  # reads a batch; False or an OutOfRangeError means that the data have ended
+    # of batches, to skip them after a restart; None to save the states of the iterators
+    counter: BatchCounter | None = None
 
-    def __init__(
-        self,
-        communicator: hostopt.Communicator,
-        data_have_ended: Callable[[], bool],
-        more: tf.Tensor,
-        counter: BatchCounter | None = None,
-    ) -> None:
-        self._communicator = communicator
-        self._data_have_ended = data_have_ended
+    def __post_init__(self) -> None:
         iterators = list(tf.compat.v1.get_collection(GLOBAL_ITERATORS))
         self._position: IteratorPosition | BatchPosition
-        if counter is None:
-            self._position = IteratorPosition(communicator.rank, iterators, more)
+        if self.counter is None:
+            self._position = IteratorPosition(self.communicator.rank, iterators, self.more)
         else:
-            self._position = BatchPosition(communicator, counter)
+            self._position = BatchPosition(self.communicator, self.counter)
         self._pipelines = [fingerprint(iterator.op) for iterator in iterators]
         self._has_begun = False
         self._collected: list[bytes] = []
@@ -83,12 +79,8 @@ class InputStates:
             listeners_of(saver).append(_Listener(self, saver))
 
     def begin(self, session: tf.compat.v1.Session, checkpoint: str | None) -> None:
-        """Restores the positions of all ranks. Collective: all ranks must call it.
-
-        Args:
-          checkpoint: on rank 0, path of the restored checkpoint; None if there is none.
-        """
-        communicator = self._communicator
+        """Restores the positions of all ranks from rank 0's checkpoint, if any. Collective."""
+        communicator = self.communicator
         states = []
         if communicator.rank == 0:
             states = _read(checkpoint, communicator.size) or [b""] * communicator.size
@@ -111,12 +103,12 @@ class InputStates:
         Unless a rank has more, data that have ended are read from the beginning after a restart.
         """
         packed = None
-        if has_more or not self._data_have_ended():
+        if has_more or not self.data_have_ended():
             packed = self._position.save(session)
         state = b""
         if packed is not None:
             state = pack({"pipelines": self._pipelines, **packed.attributes}, packed.parts)
-        self._collected = self._communicator.gather_bytes(state, "the states of the data")
+        self._collected = self.communicator.gather_bytes(state, "the states of the data")
 
     def forget(self) -> None:
         """Drops the collected states, because a step follows."""
@@ -124,7 +116,7 @@ class InputStates:
 
     def write(self, session: tf.compat.v1.Session, checkpoint: str) -> None:
         """Writes the collected states before a checkpoint is saved, and removes outdated files."""
-        if self._communicator.size == 1 and self._has_begun:
+        if self.communicator.size == 1 and self._has_begun:
             self.gather(session)
         if not self._collected:  # before the first step; a restored checkpoint has its states
             return
@@ -138,15 +130,15 @@ class InputStates:
         should begin again, from the first batch: with this position it would never make a step.
         The states of the restored checkpoint, which rank 0 names, are removed then.
         """
-        if has_stepped or not (self._has_resumed and self._data_have_ended()):
+        if has_stepped or not (self._has_resumed and self.data_have_ended()):
             return
         self.starts_over = True
         self._log_start_over()
         if checkpoint is not None:
-            _write(checkpoint, [b""] * self._communicator.size)
+            _write(checkpoint, [b""] * self.communicator.size)
 
     def _log_start_over(self) -> None:
-        rank = self._communicator.rank
+        rank = self.communicator.rank
         _log.info("rank %d: its data had ended, and are read from the beginning", rank)
 
     def _unpack(self, state: bytes) -> Packed | None:
@@ -159,33 +151,32 @@ class InputStates:
             reason = f"resume_data was {kind!r}, and now it is {self._position.kind!r}"
         if not reason:
             return packed
-        rank = self._communicator.rank
+        rank = self.communicator.rank
         _log.warning("rank %d: its data are read from the beginning: %s", rank, reason)
         return None
 
 
+@dataclass(eq=False)
 class InputStateHook(tf.compat.v1.train.SessionRunHook):
-    """Restores the input state; it must come after all hooks that may initialize iterators.
+    """Restores the input state; it must come after all hooks that may initialize iterators."""
 
-    Args:
-      newest: on rank 0, path of the checkpoint that will be restored; None if there is none. It
-        is found before the session, as savers may save before this hook is called.
-    """
+    states: InputStates
+    # on rank 0, path of the checkpoint that will be restored; None if there is none. It is found
+    # before the session, as savers may save before this hook is called.
+    newest: str | None
 
-    def __init__(self, states: InputStates, newest: str | None) -> None:
-        self._states = states
-        self._newest = newest
+    def __post_init__(self) -> None:
         self._first_step = 0
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Restores the positions."""
         self._first_step = step = _global_step(session)
-        is_restored = self._newest and read_step(self._newest) == step
-        self._states.begin(session, self._newest if is_restored else None)
+        is_restored = self.newest and read_step(self.newest) == step
+        self.states.begin(session, self.newest if is_restored else None)
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Finds out if the data had ended before the first step."""
-        self._states.end(self._newest, has_stepped=_global_step(session) != self._first_step)
+        self.states.end(self.newest, has_stepped=_global_step(session) != self._first_step)
 
 
 class _Listener(tf.compat.v1.train.CheckpointSaverListener):

@@ -23,10 +23,7 @@ _ENDLESS = tf.data.INFINITE_CARDINALITY
 
 
 def length_of(batch: Any) -> tf.Tensor:
-    """Returns the number of examples of a batch, in int64: the length of the `first_read` tensor.
-
-    It is 1 if that is a scalar.
-    """
+    """Returns the examples of a batch, in int64: the length of `first_read`, 1 for a scalar."""
     first = first_read(tf.nest.flatten(batch))
     if isinstance(first, tf.SparseTensor):
         return tf.reduce_prod(first.dense_shape[:1])
@@ -36,10 +33,9 @@ def length_of(batch: Any) -> tf.Tensor:
 
 
 def first_read(parts: Sequence[Any]) -> Any:
-    """Returns the first part of a batch that is computed from an iterator.
+    """Returns the first part of a batch that is computed from an iterator, or else the first.
 
-    A program may return another feature that it never computes, and that cannot be computed. It
-    is the first of all if none is computed from an iterator.
+    A program may return another feature that it never computes, and that cannot be computed.
     """
     return next((part for part in parts if _is_read(part)), parts[0])
 

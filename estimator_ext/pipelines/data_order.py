@@ -12,7 +12,9 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,6 @@ import hostopt
 from estimator_ext._tf_private import constant_of, options_in_graph, variant_tensor
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.pipeline import Pipeline, kind_of, without_seed
-from estimator_ext.pipelines.samples import checksum, sample_of, samples_of
 from hostopt.collectives.communicator import all_gather_json
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error
 
@@ -30,31 +31,27 @@ _log = tf.get_logger()
 
 _END = -1  # instead of a checksum
 COUNT, LIMIT_S = 64, 0.25  # elements to compare, and seconds after which fewer are enough
+_TEXTS, _NUMBERS = 16, 4096  # in a sample of a tensor
+_NOT_SAMPLED = (tf.variant, tf.resource)
 Compare = Callable[[list[int]], None]
 
 
+@dataclass(eq=False)
 class OrderCheck:
-    """Compares the data of the ranks.
+    """Compares the data of the ranks."""
 
-    Args:
-      communicator: communicator for this object alone (a `duplicate`).
-      remedy: what to do about different orders, for the error.
-    """
+    communicator: hostopt.Communicator  # for this object alone (a `duplicate`)
+    remedy: str  # what to do about different orders, for the error
 
-    def __init__(self, communicator: hostopt.Communicator, remedy: str) -> None:
-        self._communicator = communicator
-        self._remedy = remedy
+    def __post_init__(self) -> None:
         self._of_generators: list[hostopt.Communicator] = []
 
     def in_one_order(
         self, dataset: tf.data.Dataset, config: tf.compat.v1.ConfigProto | None = None
     ) -> tuple[tf.data.Dataset, int]:
-        """Checks that all ranks have the same elements in the same order, and will have them.
+        """Checks that all ranks have the same elements in the same order. Collective.
 
-        Collective: all ranks must call it.
-
-        Returns:
-          The dataset, in which parallel calls keep their order; a random number of rank 0.
+        Returns the dataset, in which parallel calls keep their order; a random number of rank 0.
         """
         pipeline = Pipeline(dataset)
         problem = pipeline.problem()
@@ -62,29 +59,26 @@ class OrderCheck:
         first: First = []
         if pipeline.in_graph:
             changed = pipeline.make_deterministic()
-            if changed and self._communicator.rank == 0:
+            if changed and self.communicator.rank == 0:
                 _log.info("parallel calls keep their order, as all ranks need it: %s", changed)
         if not problem:
             read = _read_in_graph if pipeline.in_graph else _read_eagerly
             numbers, first = read(pipeline, config)
             problem = _without_seed(dict(numbers))
         self._watch(pipeline)
-        seed = self._compare(self._communicator, first, numbers, problem)
+        seed = self._compare(self.communicator, first, numbers, problem)
         return _kept_in_order(dataset), seed
 
     def check_rows(self, columns: Sequence[Any]) -> None:
-        """Checks that all ranks have the same rows in the same order.
-
-        Collective: all ranks must call it. Only the beginning of each column is compared.
-        """
+        """Checks that all ranks have columns which begin with the same rows. Collective."""
         samples = [np.asarray(each[:COUNT]) for each in columns]
-        self._compare(self._communicator, [("rows", [checksum(samples)])])
+        self._compare(self.communicator, [("rows", [checksum(samples)])])
 
     def _watch(self, pipeline: Pipeline) -> None:
         """Has generators compare their first elements when they are read."""
         for index, state in enumerate(pipeline.generators):
             if index == len(self._of_generators):
-                channel = self._communicator.duplicate(f"elements of generator {index}")
+                channel = self.communicator.duplicate(f"elements of generator {index}")
                 self._of_generators.append(channel)
             channel = self._of_generators[index]
 
@@ -107,7 +101,7 @@ class OrderCheck:
         for rank, each in enumerate(reports):
             found = each["problem"]
             if not found and (difference := _difference(reports[0], each)):
-                found = f"{difference}. {self._remedy}"
+                found = f"{difference}. {self.remedy}"
             if found:
                 raise UnsupportedError(
                     f"the ranks would take shards of other data, or of another order: on rank "
@@ -230,7 +224,6 @@ def _checksums(elements: Iterator[Any]) -> list[int]:
 
 
 def _first(elements: Iterator[Any]) -> Iterator[Any]:
-    """Yields the elements to compare."""
     deadline_s = time.monotonic() + LIMIT_S
     for element in itertools.islice(elements, COUNT):
         yield element
@@ -261,12 +254,12 @@ def _iterator(dataset: tf.data.Dataset) -> tuple[tf.Operation, list[tf.Tensor]]:
 
 # -- generators ------------------------------------------------------------------------------
 
-# Generators of `from_generator` whose first elements are compared before they are passed on. Such
-# a generator is called as often as without the comparison, and passes on the same elements.
-
 
 class PeekedGenerator:
-    """A generator function that gives the checksums of its first elements to a function."""
+    """A generator function that gives the checksums of its first elements to a function.
+
+    It is called as often as without the comparison, and passes on the same elements.
+    """
 
     def __init__(self, generator: Callable[..., Any]) -> None:
         self._generator = generator
@@ -308,3 +301,43 @@ def _begin(elements: Iterator[Any]) -> tuple[list[Any], list[int]]:
 
 def _copy(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
+
+
+# -- samples of a batch, whose checksum shows whether two batches are the same -------------------
+
+
+def samples_of(batch: Any) -> list[tf.Tensor]:
+    """Returns the beginning of each tensor of a batch, of shape [samples].
+
+    Sparse and ragged tensors count as their parts; datasets, tables and the like have no samples.
+    """
+    tensors = filter(tf.is_tensor, tf.nest.flatten(batch, expand_composites=True))
+    return [
+        tf.reshape(each, [-1])[: _TEXTS if each.dtype == tf.string else _NUMBERS]
+        for each in tensors
+        if each.dtype not in _NOT_SAMPLED
+    ]
+
+
+def sample_of(array: Any) -> np.ndarray[Any, Any]:
+    """Returns what `samples_of` returns for a tensor of this value."""
+    values = np.asarray(array)
+    return values.reshape(-1)[: _TEXTS if values.dtype.kind in "OSU" else _NUMBERS]
+
+
+def checksum(samples: Iterable[Any]) -> int:
+    """Returns a CRC-32, in which strings count from their last slash on.
+
+    A file's directory may differ between machines.
+    """
+    value = 0
+    for array in map(np.asarray, samples):
+        is_text = array.dtype.kind in "OSU"
+        data = b"\0".join(map(_name_of_file, array.flat)) if is_text else array.tobytes()
+        value = zlib.crc32(data, value)
+    return value
+
+
+def _name_of_file(text: Any) -> bytes:
+    data = text if isinstance(text, bytes) else str(text).encode()
+    return data.rpartition(b"/")[2]

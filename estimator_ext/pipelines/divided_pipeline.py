@@ -159,10 +159,9 @@ def _has_later_iterators(op: tf.Operation) -> bool:
 def transformations_of(data: tf.data.Dataset) -> dict[str, str]:
     """Describes the sources and transformations of a dataset, which ranks must have in common.
 
-    Returns:
-      For each of them: its type, its constants, and a checksum of the types of its operations. The
-      operations of its functions are included. Seeds are left out, and so is the order of values,
-      as each rank may have shuffled them.
+    Each is described by its type, its constants, and a checksum of the types of its operations,
+    with those of its functions. Seeds are left out, and so is the order of values, as each rank
+    may have shuffled them.
     """
     operations = walk([variant_tensor(data).op])
     library = library_of(operations[0].graph)

@@ -82,11 +82,8 @@ def dividing(
 ) -> Iterator[Callable[[Any], Any]]:
     """Shards the data of an input_fn that is called within the block.
 
-    Args:
-      policy: "data" or "file"; "off" if each rank reads all data. None acts like "off" and warns.
-
-    Yields:
-      Function that takes the result of input_fn and returns the shard of this rank.
+    Yields a function that takes its result and returns the shard of this rank. The policy is
+    "data" or "file"; "off" if each rank reads all data. None acts like "off" and warns.
     """
     if policy in (None, "off"):
         if policy is None and communicator.rank == 0:
@@ -150,10 +147,9 @@ class _Shards:
         return data
 
     def of_rows(self, rows: Any) -> Any:
-        """Returns the rows that a rank reads; all ranks read the same number of rows.
+        """Returns the rows that a rank reads, as many as the others, of the same kind.
 
-        Args:
-          rows: an array, an OrderedDict of arrays, or a DataFrame; the result is of its kind.
+        They are an array, an OrderedDict of arrays, or a DataFrame.
         """
         size, rank = self.size, self.rank
         is_dict = isinstance(rows, dict)

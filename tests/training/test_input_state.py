@@ -28,7 +28,7 @@ from rings import Spawn
 import estimator_ext
 import hostopt
 from estimator_ext.checkpoints import input_state_file
-from estimator_ext.input import iterator_position
+from estimator_ext.input import positions
 from estimator_ext.input import state as input_state
 
 estimator_ext.install()
@@ -117,7 +117,7 @@ def test_a_state_that_is_too_large_is_skipped_and_named(
         noise = tf.random.stateless_uniform([1 << 17], [1, 2])  # half a MiB for each example
         return tf.data.Dataset.range(9).map(lambda x: noise + tf.cast(x, tf.float32)).cache()
 
-    monkeypatch.setattr(iterator_position, "MAX_BYTES", 2 << 20)
+    monkeypatch.setattr(positions, "MAX_BYTES", 2 << 20)
     path = str(tmp_path / "model.ckpt-7")
 
     def save(communicator: hostopt.Communicator, pipeline: Pipeline) -> None:
