@@ -19,6 +19,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,10 +95,7 @@ def _time_after(waited: Sequence[Any]) -> tf.Tensor:
 
 
 def _from_accelerator(step: Collection[tf.Operation]) -> list[tf.Tensor]:
-    """Returns what the host receives from the accelerator for the updates of a step.
-
-    The operations of the step are outside branches and loops, in topological order.
-    """
+    """Returns what the host receives for the updates of a step, in topological order."""
 
     def is_on_host(device: str) -> bool:
         return device.endswith(HOST_DEVICE)
@@ -134,32 +132,19 @@ class SaveTimes(tf.compat.v1.train.CheckpointSaverListener):
         self.last_step, self.last_s = int(global_step_value), time.time()
 
 
+@dataclass(eq=False)
 class ProgressHook(tf.compat.v1.train.SessionRunHook):
-    """Measures some steps of the chief, and writes the progress once a second.
+    """Measures some steps of the chief, and writes the progress once a second."""
 
-    Args:
-      fetches: loss, examples and times of a step; any of them may be missing.
-      batches: number of batches of all ranks in a run of the session.
-      hooks: one of them may know the last step.
-      summary_steps: steps between two summaries; 0 for none.
-    """
+    fetches: dict[str, tf.Tensor]  # loss, examples and times of a step; any may be missing
+    report: StepReportHook | None
+    batches: int  # of all ranks, in a run of the session
+    hooks: Sequence[Any]  # one of them may know the last step
+    model_dir: str
+    summary_steps: int  # between two summaries; 0 for none
 
-    def __init__(
-        self,
-        fetches: Mapping[str, tf.Tensor],
-        report: StepReportHook | None,
-        batches: int,
-        hooks: Sequence[Any],
-        model_dir: str,
-        summary_steps: int,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.saves = SaveTimes()
-        self._fetches = dict(fetches)
-        self._report = report
-        self._batches = batches
-        self._hooks = hooks
-        self._model_dir = model_dir
-        self._summary_steps = summary_steps
         self._first_step = self._summary_step = self._runs = 0
         self._begin_s = self._run_begin_s = self._next_sample_s = self._next_write_s = 0.0
         self._to_wall_s = 0.0  # from the monotonic clock to that of the operations
@@ -174,7 +159,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
     @property
     def is_needed(self) -> bool:
         """True if anyone reads what this hook measures: the launcher, or the summaries."""
-        return bool(self._summary_steps) or is_written()
+        return bool(self.summary_steps) or is_written()
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Reads the first step."""
@@ -191,7 +176,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             return None
         self._next_sample_s = now_s + _SAMPLE_S
         self._run_begin_s, self._to_wall_s = now_s, time.time() - now_s
-        return tf.compat.v1.train.SessionRunArgs(self._fetches)
+        return tf.compat.v1.train.SessionRunArgs(self.fetches)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Counts the step, and writes the progress if it is due."""
@@ -221,7 +206,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values[name] - self._to_wall_s
             for name in ("input_s", "copies_s", "gradients_s", "end_s")
         )
-        times = _last_times(self._report.reducers, self._run_begin_s) if self._report else None
+        times = _last_times(self.report.reducers, self._run_begin_s) if self.report else None
         computed_s = times.last_launch_s if times else gradients_s
         exposed_ms = times.exposed_ms if times else 0.0
         begin_s = max(input_s, copies_s)
@@ -249,17 +234,17 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
         step, now_s = read_global_step(session), time.monotonic()
         self._recent.append((now_s, self._runs, step))
         since_s, runs, first = self._recent[0]
-        examples = statistics.fmean(self._examples or [0]) * self._batches
+        examples = statistics.fmean(self._examples or [0]) * self.batches
         elapsed_s = max(now_s - self._begin_s, 1e-9)
         values: dict[str, Any] = {
-            "first_step": _first_steps.setdefault(self._model_dir, self._first_step),
+            "first_step": _first_steps.setdefault(self.model_dir, self._first_step),
             "resumed_step": self._first_step,
             "step": step,
-            "last_step": min(last_steps(self._hooks), default=None),
+            "last_step": min(last_steps(self.hooks), default=None),
             "mean_steps_per_s": (step - self._first_step) / elapsed_s,
             "mean_examples_per_s": examples * self._runs / elapsed_s,
             "is_ended": is_ended,
-            "model_dir": absolute(self._model_dir),
+            "model_dir": absolute(self.model_dir),
             **self._measured(),
         }
         if now_s > since_s:
@@ -267,16 +252,16 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values["examples_per_s"] = examples * (self._runs - runs) / (now_s - since_s)
         if self._loss is not None:
             values["loss"] = self._loss
-        if self._report is not None:
-            values.update(self._report.totals)
+        if self.report is not None:
+            values.update(self.report.totals)
         if self.saves.last_step is not None:
             values["checkpoint_step"] = self.saves.last_step
             values["checkpoint_time_s"] = self.saves.last_s
         write_progress("training", values)
-        every = self._summary_steps
+        every = self.summary_steps
         if every and step // every != self._summary_step // every:
             self._summary_step = step
-            write_scalars(self._model_dir, "step_ms", values.get("times_ms", {}), step)
+            write_scalars(self.model_dir, "step_ms", values.get("times_ms", {}), step)
 
     def _measured(self) -> dict[str, Any]:
         samples = sorted(self._samples, key=lambda sample: sum(sample[0]))
@@ -325,39 +310,32 @@ def read_global_step(session: tf.compat.v1.Session) -> int:
 # -- the communication of a step --------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class StepReportHook(tf.compat.v1.train.SessionRunHook):
     """Writes communication times, exposed times and stragglers into rank 0's summaries.
 
     Each rank sends its times to rank 0, which receives them one step later, so that it does not
     wait for them. Collective: all ranks must have it.
-
-    Args:
-      communicator: for this hook alone (a `duplicate`).
-      config: `save_summary_steps` of rank 0 is the number of steps between two reports.
     """
 
-    def __init__(
-        self,
-        communicator: hostopt.Communicator,
-        reducers: Sequence[AnyReducer],
-        config: Any,
-        model_dir: str | None,
-    ) -> None:
-        self._communicator = communicator
-        self.reducers = reducers
-        self._every_steps = config.save_summary_steps or 0
-        self._model_dir = model_dir
-        self._steps_per_run = options_of(config).iterations_per_loop
-        self._reports = StragglerReports(communicator)
+    communicator: hostopt.Communicator  # for this hook alone (a `duplicate`)
+    reducers: Sequence[AnyReducer]
+    config: Any  # rank 0 reports every `save_summary_steps`
+    model_dir: str | None
+
+    def __post_init__(self) -> None:
+        self._every_steps = self.config.save_summary_steps or 0
+        self._steps_per_run = options_of(self.config).iterations_per_loop
+        self._reports = StragglerReports(self.communicator)
         self._step = 0
         self._sent: tuple[int, StepTimes] | None = None
         self._stragglers: Stragglers | None = None  # of the last report, on rank 0
-        self._timeline = communicator.transport.timeline
+        self._timeline = self.communicator.transport.timeline
 
     @property
     def totals(self) -> dict[str, Any]:
         """Bytes that this rank has sent; on rank 0 also the seconds that each rank has waited."""
-        totals: dict[str, Any] = {"sent_bytes": self._communicator.transport.traffic.payload_bytes}
+        totals: dict[str, Any] = {"sent_bytes": self.communicator.transport.traffic.payload_bytes}
         if self._timeline is not None:
             totals["timeline"] = str(self._timeline.path.absolute())
         if self._stragglers is not None:
@@ -369,9 +347,9 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         """Broadcasts the first step and the interval of reports from rank 0."""
         # later steps are counted by the hook: reading global_step during an update is racy
         local = np.array([read_global_step(session), self._every_steps])
-        numbers = self._communicator.broadcast(local, name="the interval of step reports")
+        numbers = self.communicator.broadcast(local, name="the interval of step reports")
         self._step, self._every_steps = (int(number) for number in numbers)
-        self._communicator.transport.training_step = self._step
+        self.communicator.transport.training_step = self._step
         self._reports.begin(self._step)
         for reducer in self.reducers:
             reducer.count_from(self._step)
@@ -381,7 +359,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._collect()
         before, every = self._step, self._every_steps
         self._step += self._steps_per_run
-        self._communicator.transport.training_step = self._step
+        self.communicator.transport.training_step = self._step
         if not every or self._step // every == before // every:
             return
         times = _last_times(self.reducers)
@@ -405,7 +383,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
             "overlap_percent": times.overlap_percent,
             **stragglers._asdict(),
         }
-        write_scalars(self._model_dir, "hostopt", scalars, step)
+        write_scalars(self.model_dir, "hostopt", scalars, step)
 
 
 def write_scalars(
