@@ -34,8 +34,6 @@ from estimator_ext.checkpoints.saving import add_saver
 from estimator_ext.data_workers.worker import check_is_no_data_worker, serve_if_data_worker
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator import training_graph
-from estimator_ext.estimator.host_call import run_on_host
-from estimator_ext.estimator.loop import check_limits, check_whole_loops, in_loop, whole_loops
 from estimator_ext.estimator.progress import write_evaluation
 from estimator_ext.estimator.run_config import (
     RunConfig,
@@ -43,12 +41,20 @@ from estimator_ext.estimator.run_config import (
     number_of_workers,
     positive_integer,
 )
+from estimator_ext.estimator.steps import (
+    check_limits,
+    check_whole_loops,
+    in_loop,
+    run_on_host,
+    whole_loops,
+)
 from estimator_ext.estimator.validation import (
-    BatchSizes,
     check_data,
     check_is_on_ranks,
     check_params,
     check_spec,
+    check_takes_params,
+    local_batch_sizes,
 )
 from estimator_ext.evaluation.evaluators import Evaluators, SumMetricsHook
 from estimator_ext.graphs.global_step import GlobalStepCheckHook
@@ -82,11 +88,9 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
     def config(self) -> _tf_estimator.RunConfig:
         """A copy of the configuration.
 
-        For TensorFlow's `make_early_stopping_hook`, which creates all hooks of early stopping, it
-        is that of a process that trains alone. With a strategy that function refuses
-        run_every_secs, or the strategy itself, because of a generator expression that is always
-        true. But any rank may request a stop at any time, and all ranks stop after the same step:
-        the hook for a single process is right on every rank.
+        For TensorFlow's `make_early_stopping_hook`, which creates all hooks of early stopping and
+        refuses a strategy, it is that of a process that trains alone. Any rank may request a stop
+        at any time, and all ranks stop after the same step: that hook is right on every rank.
         """
         config = super().config
         is_on_ranks = isinstance(config.train_distribute, HostOffloadStrategy)
@@ -96,10 +100,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         return config
 
     def _join_cluster(self, *batch_sizes: int | None) -> None:
-        """Takes the role of this process from the cluster of the strategy.
-
-        Batch sizes are global ones, of training, evaluation and prediction.
-        """
+        """Takes the role of this process from the cluster; batch sizes are global, by mode."""
         if isinstance(self._eval_distribution, HostOffloadStrategy):
             raise hostopt.ConfigError(
                 "RunConfig.eval_distribute is a HostOffloadStrategy, wanted None: one process "
@@ -112,7 +113,8 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             self._session_config = self._config.session_config
         if isinstance(self._config, RunConfig):
             self._config.check_loop()  # RunConfig.replace does not check it
-        self._batch_sizes = BatchSizes(batch_sizes, number_of_workers(strategy), self._params)
+        workers = number_of_workers(strategy)
+        self._batch_sizes = local_batch_sizes(batch_sizes, workers, self._params)
         if self._is_strict:
             check_params(self._params)
 
@@ -120,7 +122,8 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
     def _is_strict(self) -> bool:
         """True if the rules of accelerator estimators apply in addition to the stock ones."""
         is_own = isinstance(self._config, RunConfig)
-        return is_own and (self._config.strict or self._iterations > 1 or self._batch_sizes.any)
+        is_looped = self._iterations > 1
+        return is_own and (self._config.strict or is_looped or bool(self._batch_sizes))
 
     @property
     def _iterations(self) -> int:
@@ -308,12 +311,13 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         mode: str,
         input_context: tf.distribute.InputContext | None = None,
     ) -> Any:
-        self._batch_sizes.check_input_fn(input_fn, mode)
+        if mode in self._batch_sizes:
+            check_takes_params(input_fn, mode)
         if input_context is None and mode == ModeKeys.EVAL and self._evaluators is not None:
             input_context = self._evaluators.input_context
         # a process that reads all data is the only input pipeline
         context = input_context or tf.distribute.InputContext(1, 0, 1)
-        params = self._batch_sizes.add_to(self._params, mode)
+        params = self._params_of(mode)
         data = _tf_estimator.Estimator._call_input_fn(
             _changed(self, _params=params), input_fn, mode, context
         )
@@ -322,8 +326,12 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         depth = options_of(self._config).prefetch_depth
         return _prefetched(data, depth) if mode == ModeKeys.TRAIN and depth else data
 
+    def _params_of(self, mode: str) -> dict[str, Any]:
+        size = self._batch_sizes.get(mode)
+        return self._params if size is None else {**self._params, "batch_size": size}
+
     def _call_model_fn(self, features: Any, labels: Any, mode: str, config: Any) -> Any:
-        params = self._batch_sizes.add_to(self._params, mode)
+        params = self._params_of(mode)
         spec = _tf_estimator.Estimator._call_model_fn(
             _changed(self, _params=params), features, labels, mode, config
         )
@@ -419,7 +427,6 @@ def _adopted(kind: Any) -> type:
 
 
 def _changed(estimator: _E, **attributes: Any) -> _E:
-    """Returns a copy of an estimator with other values of attributes."""
     result = copy.copy(estimator)
     result.__dict__.update(attributes)
     return result

@@ -98,51 +98,41 @@ def check_is_on_ranks(estimator: Any) -> None:
     )
 
 
-class BatchSizes:
-    """Batch sizes of this process by mode, from global ones in examples.
+def local_batch_sizes(
+    sizes: Sequence[int | None], workers: int, params: dict[str, Any] | None
+) -> dict[str, int]:
+    """Returns batch sizes of this process by mode, from global ones in examples.
 
     All workers share a batch of training. One worker evaluates and predicts.
     """
-
-    def __init__(
-        self, sizes: Sequence[int | None], workers: int, params: dict[str, Any] | None
-    ) -> None:
-        self._local = {
-            mode: positive_integer(name, size)
-            for (mode, name), size in zip(_ARGUMENTS.items(), sizes)
-            if size is not None
-        }
-        if self._local and params and "batch_size" in params:
-            names = " and ".join(_ARGUMENTS[mode] for mode in self._local)
+    local = {
+        mode: positive_integer(name, size)
+        for (mode, name), size in zip(_ARGUMENTS.items(), sizes)
+        if size is not None
+    }
+    if local and params and "batch_size" in params:
+        names = " and ".join(_ARGUMENTS[mode] for mode in local)
+        raise ValueError(
+            f"params['batch_size'] is {params['batch_size']!r} and {names} is given as well: "
+            "wanted one of the two. Leave 'batch_size' out of params; the Estimator puts it there"
+        )
+    train = local.get(ModeKeys.TRAIN)
+    if train is not None:
+        if train % workers:
             raise ValueError(
-                f"params['batch_size'] is {params['batch_size']!r} and {names} is given as well: "
-                "wanted one of the two. Leave 'batch_size' out of params; the Estimator puts it "
-                "there"
+                f"train_batch_size is {train}, wanted a multiple of the number of workers, "
+                f"{workers}: it is the size for all workers. Give for example "
+                f"{-(-train // workers) * workers}"
             )
-        train = self._local.get(ModeKeys.TRAIN)
-        if train is not None:
-            if train % workers:
-                raise ValueError(
-                    f"train_batch_size is {train}, wanted a multiple of the number of workers, "
-                    f"{workers}: it is the size for all workers. Give for example "
-                    f"{-(-train // workers) * workers}"
-                )
-            self._local[ModeKeys.TRAIN] = train // workers
+        local[ModeKeys.TRAIN] = train // workers
+    return local
 
-    @property
-    def any(self) -> bool:
-        """True if any mode has a batch size."""
-        return bool(self._local)
 
-    def add_to(self, params: dict[str, Any], mode: str) -> dict[str, Any]:
-        """Returns a copy of params with the batch size; params themselves if there is none."""
-        return {**params, "batch_size": self._local[mode]} if mode in self._local else params
-
-    def check_input_fn(self, input_fn: Callable[..., Any], mode: str) -> None:
-        """Checks that an input_fn can receive its batch size in an argument `params`."""
-        if mode in self._local and "params" not in fn_args(input_fn):
-            raise ValueError(
-                f"input_fn ({input_fn}) has no argument params, wanted one: {_ARGUMENTS[mode]} is "
-                "given, and the batch size of this process is in params['batch_size']. Write "
-                f"def input_fn(params), or leave {_ARGUMENTS[mode]} out"
-            )
+def check_takes_params(input_fn: Callable[..., Any], mode: str) -> None:
+    """Checks that an input_fn can receive its batch size in an argument `params`."""
+    if "params" not in fn_args(input_fn):
+        raise ValueError(
+            f"input_fn ({input_fn}) has no argument params, wanted one: {_ARGUMENTS[mode]} is "
+            "given, and the batch size of this process is in params['batch_size']. Write "
+            f"def input_fn(params), or leave {_ARGUMENTS[mode]} out"
+        )
