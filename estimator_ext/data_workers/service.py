@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -119,10 +120,7 @@ class DataService:
 
 @contextlib.contextmanager
 def data_service(strategy: HostOffloadStrategy, config: Any) -> Iterator[DataService | None]:
-    """Scope of a training in which the data workers are watched.
-
-    Collective: all ranks must enter it. Yields None if each rank prepares its data itself.
-    """
+    """Scope in which data workers are watched; yields None if there are none. Collective."""
     mode = mode_of(config, strategy.cluster)
     if strategy.cluster.data:
         strategy.communicator.check_same({"RunConfig.data_service": mode}, "the data workers")
@@ -137,6 +135,7 @@ def data_service(strategy: HostOffloadStrategy, config: Any) -> Iterator[DataSer
 # -- the watch of the data workers, for which TensorFlow waits without a deadline ----------------
 
 
+@dataclass(eq=False)
 class DataWatch(tf.compat.v1.train.SessionRunHook):
     """Ends the training on all ranks once a data worker has been gone for too long.
 
@@ -145,17 +144,14 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
     that does something else, such as saving, continues until its next step.
     """
 
-    def __init__(
-        self,
-        communicator: hostopt.Communicator,
-        tasks: Sequence[hostopt.Task],
-        options: hostopt.Options,
-    ) -> None:
-        self._communicator = communicator
-        self._transport = communicator.transport
-        self._tasks = tasks
+    communicator: hostopt.Communicator
+    tasks: Sequence[hostopt.Task]
+    options: hostopt.Options
+
+    def __post_init__(self) -> None:
+        self._transport = self.communicator.transport
         self._started: Sequence[hostopt.Task] = ()  # all of them, once all have answered
-        self._limit_s = options.rendezvous_timeout_s
+        self._limit_s = self.options.rendezvous_timeout_s
         self._session: tf.compat.v1.Session | None = None
         self._may_wait = threading.Event()  # for data: in a step, and before the first session
         self._may_wait.set()
@@ -174,9 +170,9 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
     def wait_for_all(self) -> None:
         """Waits until all data workers have started; raises the error of a ring that aborts."""
         until_s = time.monotonic() + self._limit_s
-        for task in self._tasks:
+        for task in self.tasks:
             wait_for_start(task, until_s, self._limit_s, self._raise_error_of_ring)
-        self._started = self._tasks
+        self._started = self.tasks
 
     def _raise_error_of_ring(self) -> None:
         if self._transport.error is not None:
@@ -201,7 +197,7 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
                 try:
                     self._look_at(task)
                 except hostopt.HostOptError as error:  # no descriptor is left
-                    self._communicator.abort(error)
+                    self.communicator.abort(error)
         # other parts of the step may report the error first
         while not self._has_ended.wait(_EVERY_S):
             if self._may_wait.is_set():
@@ -230,7 +226,7 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
                 self._limit_s,
             )
         if now_s - self._silent_since_s[task] >= self._limit_s and self._transport.error is None:
-            self._communicator.abort(
+            self.communicator.abort(
                 hostopt.PeerLostError(
                     f"data worker {task} has not answered for {self._limit_s:g} s. Check its "
                     "output, or raise rendezvous_timeout_s if it needs longer to restart",

@@ -105,10 +105,7 @@ def _best_result(
 
 
 class CheckpointEvaluation(Evaluator):
-    """Evaluates each checkpoint of an Estimator once and keeps the last results.
-
-    Exporters get an Estimator that evaluates alone.
-    """
+    """Evaluates each checkpoint once; exporters get an Estimator that evaluates alone."""
 
     _estimator: Estimator
 
@@ -194,10 +191,7 @@ def evaluate_until_end(
     eval_spec: EvalSpec,
     beat: Callable[[], Any] = lambda: None,
 ) -> tuple[Any, Any]:
-    """Evaluates new checkpoints until training has ended, then the last one.
-
-    Between evaluations it calls `beat` at least twice a second.
-    """
+    """Evaluates new checkpoints until training has ended; calls `beat` twice a second between."""
     evaluation = CheckpointEvaluation(estimator, train_spec, eval_spec)
     watch = _EndWatch(estimator, beat)
     pause_s = eval_spec.start_delay_secs

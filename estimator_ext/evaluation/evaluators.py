@@ -75,18 +75,14 @@ class Evaluators:
         return message.get("checkpoint")
 
     def announce(self, **message: Any) -> dict[str, Any]:
-        """[E1] Announces checkpoint=NAME, ended=True or, as a sign of life, nothing.
-
-        Returns what evaluator 0 has announced.
-        """
+        """[E1] Announces checkpoint=NAME, ended=True or nothing; returns evaluator 0's message."""
         return dict(all_gather_json(self.communicator, message, "the next evaluation")[0])
 
     @contextlib.contextmanager
     def evaluation(self, checkpoint: str, model_dir: str) -> Iterator[None]:
         """Scope of one evaluation, which evaluator 0 announces.
 
-        Only after a CheckpointError, as an evaluator could not restore the checkpoint, there may
-        be another evaluation.
+        There may be another one after a CheckpointError only.
         """
         if self.index == 0:
             self.announce(checkpoint=os.path.basename(checkpoint))
@@ -106,10 +102,7 @@ class Evaluators:
             raise
 
     def confirm_restored(self, success: bool = True) -> None:
-        """[E2] Raises an error on all evaluators unless all have restored the checkpoint.
-
-        Collective: all evaluators must call it.
-        """
+        """[E2] Raises an error on all evaluators unless all have restored. Collective."""
         checkpoint, self._unconfirmed = self._unconfirmed, ""
         answers = self.communicator.all_gather_bytes(
             b"1" if success else b"", f"who has restored {os.path.basename(checkpoint)}"

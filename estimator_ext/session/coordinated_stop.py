@@ -117,14 +117,8 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
 class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
     """Turns a stop that a hook of this rank requests into a stop of all ranks.
 
-    It must come after all other hooks. All ranks must have it.
-
-    Args:
-      hooks: hooks of this rank. All ranks stop at once at a step at which a `StopAtStepHook` of
-        every rank stops.
-
-    Attributes:
-      last_step: the first such step; a large number if there is none.
+    It must come after all other hooks. All ranks must have it. They stop at once at `last_step`,
+    the first at which a `StopAtStepHook` of every rank stops.
     """
 
     def __init__(

@@ -89,10 +89,7 @@ class PreemptionHook(tf.compat.v1.train.SessionRunHook):
             run_context.request_stop()
 
     def share(self, communicator: hostopt.Communicator) -> None:
-        """Exchanges the signals of all ranks at the end of training.
-
-        Collective: all ranks must call it.
-        """
+        """Exchanges the signals of all ranks at the end of training. Collective."""
         signums = communicator.all_gather(np.array(self.signum), "who was preempted")
         self._other_ranks = [int(r) for r in np.flatnonzero(signums) if r != communicator.rank]
         if self._other_ranks and not self.signum:
