@@ -29,6 +29,7 @@ import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_private import cached_value_of, control_flow_context, last_steps
 from estimator_ext.checkpoints.file_errors import absolute
+from estimator_ext.graphs.global_step import read_global_step
 from estimator_ext.graphs.walks import runs_before, walk
 from estimator_ext.options import options_of
 from estimator_ext.reduction.uneven_data import BatchWeights
@@ -300,11 +301,6 @@ def _last_times(reducers: Sequence[AnyReducer], since_s: float = 0.0) -> StepTim
     times = [each.stats.last for each in reducers]
     measured = [each for each in times if each and each.last_launch_s >= since_s]
     return merge(measured) if measured and len(measured) == len(times) else None
-
-
-def read_global_step(session: tf.compat.v1.Session) -> int:
-    """Returns the global step now."""
-    return int(session.run(tf.compat.v1.train.get_global_step()))
 
 
 # -- the communication of a step --------------------------------------------------------------

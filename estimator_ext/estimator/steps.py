@@ -17,9 +17,8 @@ import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext._tf_private import last_steps
-from estimator_ext.estimator.progress import read_global_step
 from estimator_ext.estimator.run_config import RunConfig
-from estimator_ext.graphs.global_step import changes
+from estimator_ext.graphs.global_step import changes, read_global_step
 from estimator_ext.graphs.walks import runs_before, walk
 from estimator_ext.input.positions import forbid_reads
 from estimator_ext.spec import EstimatorSpec, EvalMetrics, HostCall, MetricOps, stock_spec
@@ -101,7 +100,12 @@ class _Step:
         self._outside: dict[str, tf.Operation] = {}
         targets = [tensor.op for tensor in results]
         for op in walk(targets, lambda op: [] if _stays_outside(op) else runs_before(op)):
-            _check_variable(op)
+            if op.type in ("Variable", "VariableV2"):
+                raise hostopt.ConfigError(
+                    f"variable {op.name!r} is a reference variable, wanted a resource variable "
+                    "with iterations_per_loop above 1. Call "
+                    "tf.compat.v1.enable_resource_variables() first"
+                )
             group = self._outside if _stays_outside(op) else self.operations
             group[op.name] = op
         self._definition = self._define()
@@ -139,14 +143,6 @@ class _Step:
 def _stays_outside(op: tf.Operation) -> bool:
     makes_resource = any(tensor.dtype == tf.resource for tensor in op.outputs)
     return (makes_resource and not op.inputs) or op.type in ("Placeholder", "PlaceholderV2")
-
-
-def _check_variable(op: tf.Operation) -> None:
-    if op.type in ("Variable", "VariableV2"):
-        raise hostopt.ConfigError(
-            f"variable {op.name!r} is a reference variable, wanted a resource variable with "
-            "iterations_per_loop above 1. Call tf.compat.v1.enable_resource_variables() first"
-        )
 
 
 # -- hooks; the stock ones expect one step in each run of the session ------------------------
@@ -234,7 +230,13 @@ def _train_op(spec: EstimatorSpec, host_call: HostCall) -> tf.Operation:
             f"got {result!r}. Return for example optimizer.apply_gradients(...)"
         )
     global_step = tf.compat.v1.train.get_global_step()
-    _check_not_incremented(global_step)
+    op = next(changes(global_step), None)
+    if op is not None:
+        raise ValueError(
+            "Illegal increment of the `global_step` variable: operation "
+            f"{op.name!r} changes it, but with a host_call the Estimator increments it once a "
+            "step. Call apply_gradients and minimize without global_step"
+        )
     with tf.control_dependencies([spec.train_op, result]):
         return global_step.assign_add(1, read_value=False)
 
@@ -253,13 +255,3 @@ def _to_host(tensors: Any) -> Any:
     return tf.nest.map_structure(
         lambda each: None if each is None else tf.identity(each), tensors, expand_composites=True
     )
-
-
-def _check_not_incremented(global_step: tf.Variable) -> None:
-    op = next(changes(global_step), None)
-    if op is not None:
-        raise ValueError(
-            "Illegal increment of the `global_step` variable: operation "
-            f"{op.name!r} changes it, but with a host_call the Estimator increments it once a "
-            "step. Call apply_gradients and minimize without global_step"
-        )

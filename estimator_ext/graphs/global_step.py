@@ -38,6 +38,11 @@ class GlobalStepCheckHook(tf.compat.v1.train.SessionRunHook):
             )
 
 
+def read_global_step(session: tf.compat.v1.Session) -> int:
+    """Returns the global step now."""
+    return int(session.run(tf.compat.v1.train.get_global_step()))
+
+
 def read_before_changes(targets: Sequence[tf.Operation]) -> None:
     """Makes updates of global_step wait for all operations of a step that read it.
 

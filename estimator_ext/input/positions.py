@@ -179,12 +179,12 @@ def _serialize(iterator: tf.Tensor, policy: int) -> tuple[tf.Tensor, tf.Tensor]:
 
 def fingerprint(iterator: tf.Operation) -> int:
     """Returns a CRC-32 of the pipeline of an iterator: its kinds of datasets and constants."""
-    checksum = 0
+    value = 0
     for node in _nodes_of(iterator):
-        checksum = zlib.crc32(node.op.encode(), checksum)
+        value = zlib.crc32(node.op.encode(), value)
         if node.op == "Const":
-            checksum = zlib.crc32(node.attr["value"].SerializeToString(), checksum)
-    return checksum
+            value = zlib.crc32(node.attr["value"].SerializeToString(), value)
+    return value
 
 
 def _reads_generator(iterator: tf.Operation) -> bool:

@@ -28,6 +28,7 @@ from estimator_ext.checkpoints import input_state_file
 from estimator_ext.checkpoints.file_errors import remove
 from estimator_ext.checkpoints.input_state_file import SUFFIX, Packed, pack, step_of, unpack
 from estimator_ext.checkpoints.reading import read_step
+from estimator_ext.graphs.global_step import read_global_step
 from estimator_ext.graphs.walks import ancestors
 from estimator_ext.input.positions import (
     BatchCounter,
@@ -170,13 +171,13 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Restores the positions."""
-        self._first_step = step = _global_step(session)
+        self._first_step = step = read_global_step(session)
         is_restored = self.newest and read_step(self.newest) == step
         self.states.begin(session, self.newest if is_restored else None)
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Finds out if the data had ended before the first step."""
-        self.states.end(self.newest, has_stepped=_global_step(session) != self._first_step)
+        self.states.end(self.newest, has_stepped=read_global_step(session) != self._first_step)
 
 
 class _Listener(tf.compat.v1.train.CheckpointSaverListener):
@@ -248,10 +249,6 @@ def _read(checkpoint: str | None, size: int) -> list[bytes]:
         )
         return []
     return packed.parts
-
-
-def _global_step(session: tf.compat.v1.Session) -> int:
-    return int(session.run(tf.compat.v1.train.get_global_step()))
 
 
 def _remove_old(checkpoint: str) -> None:

@@ -23,6 +23,7 @@ from estimator_ext._tf_private import (
     set_timer,
     timer_of,
 )
+from estimator_ext.graphs.global_step import read_global_step
 from estimator_ext.input.state import InputStates
 from estimator_ext.reduction.divided_slots import DividedSlots
 from estimator_ext.variables.sync_on_read import SyncOnRead
@@ -82,7 +83,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Stores the first step, and prepares what the chief saves before it."""
         self._coordinated.divided.initialize(session)
-        self._step = int(session.run(tf.compat.v1.train.get_global_step()))
+        self._step = read_global_step(session)
 
     def before_run(self, run_context: Any) -> None:
         """Sends the requests of this rank."""
@@ -103,7 +104,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
         """Updates the step; reads it only if needed, as that takes as long as a small step."""
         step = self._step + self._increment
         if self._coordinated.savers and (self._flags.ranks_saving or not self._increment):
-            step = int(session.run(tf.compat.v1.train.get_global_step()))
+            step = read_global_step(session)
             self._increment = self._increment or step - self._step
         self._step = step
 
@@ -140,11 +141,9 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
         if self._flags.ranks_stopping:
             _log.info("training stops: requested by %d rank(s)", self._flags.ranks_stopping)
             run_context.request_stop()
-        elif run_context.stop_requested:
-            step = run_context.session.run(tf.compat.v1.train.get_global_step())
-            if step < self.last_step:
-                cancel_stop(run_context)
-                self._flags.stop = True
+        elif run_context.stop_requested and read_global_step(run_context.session) < self.last_step:
+            cancel_stop(run_context)
+            self._flags.stop = True
 
 
 class CoordinatedTimer(tf.compat.v1.train.SecondOrStepTimer):
