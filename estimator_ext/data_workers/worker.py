@@ -66,7 +66,7 @@ def serve_if_data_worker(strategy: Any) -> None:
     cluster, options = strategy.cluster, strategy.options
     check_reach(cluster, options)
     bypass_proxies(cluster)
-    ring_end = RingEnd(cluster, options)
+    ring_end = _RingEnd(cluster, options)
     if not ring_end.has_come():
         with ring_end.signals_wait(), _serving(cluster, options) as confined_ports:
             _log.info("%s prepares data until the ranks have ended", cluster.task)
@@ -223,7 +223,7 @@ def wait_for_start(
 # -- the end of the ring -----------------------------------------------------------------------
 
 
-class RingEnd:
+class _RingEnd:
     """The end of the ring, as this process sees it, which is not a rank.
 
     `hostopt run` creates a file once all ranks have succeeded, and kills this process if the ring
@@ -265,7 +265,6 @@ class RingEnd:
         self._next_s = 0.0
 
     def has_come(self) -> bool:
-        """Returns True once the ring has ended."""
         if self._path is not None:
             return os.path.exists(self._path)
         now_s = time.monotonic()

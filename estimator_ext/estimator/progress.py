@@ -114,7 +114,7 @@ def _from_accelerator(step: Collection[tf.Operation]) -> list[tf.Tensor]:
     return [tensor for tensor in received.values() if tensor.op in step]
 
 
-class SaveTimes(tf.compat.v1.train.CheckpointSaverListener):
+class _SaveTimes(tf.compat.v1.train.CheckpointSaverListener):
     """Measures how long checkpoints take, and notes the last one."""
 
     def __init__(self) -> None:
@@ -124,11 +124,9 @@ class SaveTimes(tf.compat.v1.train.CheckpointSaverListener):
         self._begin_s = 0.0
 
     def before_save(self, session: Any, global_step_value: int) -> None:
-        """Notes the time."""
         self._begin_s = time.monotonic()
 
     def after_save(self, session: Any, global_step_value: int) -> None:
-        """Adds the time, and notes the step."""
         self.total_s += time.monotonic() - self._begin_s
         self.last_step, self.last_s = int(global_step_value), time.time()
 
@@ -145,7 +143,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
     summary_steps: int  # between two summaries; 0 for none
 
     def __post_init__(self) -> None:
-        self.saves = SaveTimes()
+        self.saves = _SaveTimes()
         self._first_step = self._summary_step = self._runs = 0
         self._begin_s = self._run_begin_s = self._next_sample_s = self._next_write_s = 0.0
         self._to_wall_s = 0.0  # from the monotonic clock to that of the operations

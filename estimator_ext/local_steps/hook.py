@@ -43,7 +43,7 @@ _NO_EXAMPLES = 1e-6  # weight of a step whose examples are unknown, or that has 
 _CHECK_S = 1.0  # between two exchanges of requests to stop
 
 
-class RankState(NamedTuple):
+class _RankState(NamedTuple):
     """Progress of a rank since the last synchronisation, and its requests, which are 1 or 0."""
 
     step: float
@@ -72,7 +72,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._options = self.strategy.local_steps
         self._flags = self.coordinated.flags
         self.coordinated.coordinate_saves()
-        self._schedule = SyncSchedule(self.communicator, self._options, self._flags, self.stops)
+        self._schedule = _SyncSchedule(self.communicator, self._options, self._flags, self.stops)
         # of accumulated micro-batches only the last one is counted
         self._knows_examples = options_of(self.config).accumulate_steps == 1
         self._ends_together = options_of(self.config).uneven_data == "stop"
@@ -81,14 +81,13 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         # the main thread and the one in the background take turns in collectives
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hostopt-synchronisation")
         # a synchronisation in the background
-        self._pending: tuple[Fragment, Future[list[RankState]]] | None = None
+        self._pending: tuple[Fragment, Future[list[_RankState]]] | None = None
         self._global_step: Any = None
         self._step = 0  # of this rank
         self._increment = 0  # of global_step in a step of this rank; 0 while unknown
         self._steps = 0  # of this rank, since the last synchronisation
-        self._examples = [0.0] * len(
-            self.replicas.fragments
-        )  # since the last one of each fragment
+        # numbers of examples since the last synchronisation of each fragment
+        self._examples = [0.0] * len(self.replicas.fragments)
         self._since_s = 0.0
         self._next_fragment = 0  # the same on all ranks
 
@@ -185,9 +184,9 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
                 save(saver, session, self._step)
         self.coordinated.resume(session)
 
-    def _state(self, has_ended: bool) -> RankState:
+    def _state(self, has_ended: bool) -> _RankState:
         fragment = self.replicas.fragments[self._next_fragment]
-        state = RankState(
+        state = _RankState(
             self._step,
             self._increment,
             self._local_step_s(),
@@ -199,7 +198,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._steps = 0
         return state
 
-    def _note_requests(self, states: Sequence[RankState]) -> bool:
+    def _note_requests(self, states: Sequence[_RankState]) -> bool:
         """Sets the flags for the other hooks, and returns True if all ranks have ended."""
         ended = sum(state.has_ended for state in states)
         stopping = sum(state.stops for state in states)
@@ -237,7 +236,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         state, number = self._state(has_ended), self._next_fragment
         fragment, examples = self.replicas.fragments[number], self._examples[number]
 
-        def exchange_and_reduce() -> list[RankState]:
+        def exchange_and_reduce() -> list[_RankState]:
             states, (counts,) = self._exchange(state, [examples])
             fragment.reduce(self._weight(counts), is_whole=False)
             return states
@@ -259,15 +258,15 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._schedule.note_speed(states)
 
     def _exchange(
-        self, state: RankState, examples: Sequence[float]
-    ) -> tuple[list[RankState], list[list[float]]]:
+        self, state: _RankState, examples: Sequence[float]
+    ) -> tuple[list[_RankState], list[list[float]]]:
         """Exchanges states, and the numbers of examples since each fragment was synchronised.
 
         Collective: all ranks must call it. Both results are in the order of ranks.
         """
         local = np.array([*state, *examples], np.float64)
         rows = self.communicator.all_gather(local, "the states of the ranks")
-        states = [RankState(*row) for row in rows[:, : len(state)].tolist()]
+        states = [_RankState(*row) for row in rows[:, : len(state)].tolist()]
         differing = [r for r, each in enumerate(states) if each.checksum != states[0].checksum]
         if differing:
             cluster = self.communicator.transport.cluster
@@ -288,7 +287,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
 
 
 @dataclass(eq=False)
-class SyncSchedule:
+class _SyncSchedule:
     """Counts the steps to the next synchronisation, and learns early of requests to stop.
 
     The ranks synchronise after the same steps. One whose data have ended counts on, without steps.
@@ -312,8 +311,7 @@ class SyncSchedule:
         self._increment = 1  # of global_step in a step
         self.is_whole_next = False  # the next synchronisation is that of the whole model
 
-    def note_speed(self, states: Sequence[RankState]) -> None:
-        """Stores how fast the ranks have been since the last synchronisation."""
+    def note_speed(self, states: Sequence[_RankState]) -> None:
         self._step_s = max(state.step_s for state in states)
         self._increment = max(1, *(int(state.increment) for state in states))
 

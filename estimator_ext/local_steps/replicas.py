@@ -107,7 +107,7 @@ def _owner(name: str, trained: Collection[str]) -> str:
     return max((scope for scope in scopes if scope in trained), key=len, default="")
 
 
-class OuterStep:
+class _OuterStep:
     """Operations that apply the difference of a synchronisation as a gradient."""
 
     def __init__(self, strategy: Any, variables: Sequence[tf.Variable]) -> None:
@@ -130,7 +130,6 @@ class OuterStep:
         self.operations = [feed.op for feed in self._feeds]  # whose values differ
 
     def run(self, session: tf.compat.v1.Session, gradients: Sequence[Any]) -> None:
-        """Applies gradients, which are arrays like the variables in the same order."""
         session.run(self.operation, dict(zip(self._feeds, gradients)))
 
 
@@ -138,7 +137,7 @@ class OuterStep:
 
 
 @dataclass(eq=False)
-class ReplicaPart:
+class _ReplicaPart:
     """Variables of one dtype, which are synchronised as one array of shape [n]."""
 
     communicator: hostopt.Communicator
@@ -171,15 +170,12 @@ class ReplicaPart:
             return tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
 
     def read(self, session: tf.compat.v1.Session) -> Any:
-        """Returns the values of the variables, of shape [n]."""
         return session.run(self._flat)
 
     def read_anchor(self, session: tf.compat.v1.Session) -> None:
-        """Reads the variables as anchor."""
         self.anchor = self.read(session)
 
     def read_first_anchor(self, session: tf.compat.v1.Session) -> None:
-        """Reads the variables as anchor before the first step, and checks that it is finite."""
         self.read_anchor(session)
         self._check_finite(
             self.anchor,
@@ -211,7 +207,6 @@ class ReplicaPart:
         return np.concatenate(rounded)
 
     def check_anchor(self, step: int) -> None:
-        """Checks that the anchor is finite, with the same result on all ranks."""
         self._check_finite(
             self.anchor,
             f"is NaN or Inf after the synchronisation at step {step}, and the variables of the "
@@ -236,8 +231,8 @@ class ReplicaPart:
     def reduce(self, weight: float, *, is_whole: bool) -> None:
         """Replaces the difference by its mean. Any thread may call it. Collective.
 
-        The weights of all ranks add up to 1. If it `is_whole`, nothing is left out: there is no
-        compression, and what was left out before is added.
+        The weights of all ranks add up to 1. With `is_whole` nothing is left out: there is
+        no compression, and what was left out before is added.
         """
         self.difference *= self.difference.dtype.type(weight)
         if self.quantized is not None and not is_whole:
@@ -268,7 +263,6 @@ class ReplicaPart:
         self.free()
 
     def free(self) -> None:
-        """Frees the difference, when it is applied."""
         self.difference = self._local = None
 
     def _check_finite(self, flat: Any, text: str, **attributes: Any) -> None:
@@ -282,14 +276,14 @@ class ReplicaPart:
 class Fragment(NamedTuple):
     """A part of the model that is synchronised by itself."""
 
-    trained: list[ReplicaPart]
-    others: list[ReplicaPart]  # other variables whose mean is taken
-    powers: list[ReplicaPart]
-    outer: OuterStep | None  # of the trained variables; None for their mean
+    trained: list[_ReplicaPart]
+    others: list[_ReplicaPart]  # other variables whose mean is taken
+    powers: list[_ReplicaPart]
+    outer: _OuterStep | None  # of the trained variables; None for their mean
     reset: list[tf.Variable]  # are initialized after a synchronisation
 
     @property
-    def parts(self) -> list[ReplicaPart]:
+    def parts(self) -> list[_ReplicaPart]:
         """All variables that are synchronised."""
         return [*self.trained, *self.others, *self.powers]
 
@@ -306,15 +300,15 @@ class Fragment(NamedTuple):
             part.take(session, step)
 
     def reduce(self, weight: float, *, is_whole: bool) -> None:
-        """Replaces the differences by their means; see `ReplicaPart.reduce`."""
+        """Replaces the differences by their means; see `_ReplicaPart.reduce`."""
         for part in self.parts:
             part.reduce(weight, is_whole=is_whole)
 
     def apply(self, session: tf.compat.v1.Session, step: int, *, is_late: bool = False) -> None:
         """Replaces the variables by the synchronised ones.
 
-        If it `is_late`, this rank has made steps since `take`. Those of trained variables are
-        kept, but not of others, as an average of squares could become negative.
+        With `is_late` this rank has made steps since `take`. Those of trained variables are kept,
+        but not of others, as an average of squares could become negative.
         """
         if self.outer is not None:
             self._apply_outer(session, self.outer, is_late)
@@ -327,7 +321,9 @@ class Fragment(NamedTuple):
             for part in (*self.others, *self.powers):
                 part.read_anchor(session)
 
-    def _apply_outer(self, session: tf.compat.v1.Session, outer: OuterStep, is_late: bool) -> None:
+    def _apply_outer(
+        self, session: tf.compat.v1.Session, outer: _OuterStep, is_late: bool
+    ) -> None:
         progress = [part.progress(session) if is_late else None for part in self.trained]
         gradients = []
         for part in self.trained:
@@ -353,7 +349,7 @@ class Replicas:
             parts = self._parts(trained, options.sync_compression)
             ordered = [variable for part in parts for variable in part.variables]
             has_outer = options.outer_optimizer is not None and ordered
-            outer = OuterStep(strategy, ordered) if has_outer else None
+            outer = _OuterStep(strategy, ordered) if has_outer else None
             is_first = not self.fragments
             powers = self._parts(variables.powers if is_first else ())
             reset = [*variables.slots, *variables.powers] if rule == "reset" else []
@@ -365,12 +361,12 @@ class Replicas:
 
     def _parts(
         self, variables: Sequence[tf.Variable], compression: str | None = None
-    ) -> list[ReplicaPart]:
+    ) -> list[_ReplicaPart]:
         by_dtype: dict[tf.DType, list[tf.Variable]] = {}
         for variable in variables:
             by_dtype.setdefault(variable.dtype.base_dtype, []).append(variable)
         return [
-            ReplicaPart(self._communicator, part, compression)
+            _ReplicaPart(self._communicator, part, compression)
             for same in by_dtype.values()
             for part in in_parts(same)
         ]

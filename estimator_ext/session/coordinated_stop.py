@@ -45,7 +45,7 @@ class Coordinated(NamedTuple):
     def coordinate_saves(self) -> None:
         """Makes the savers save only after steps that all ranks know of."""
         for saver in self.savers:
-            set_timer(saver, CoordinatedTimer(timer_of(saver), self.flags))
+            set_timer(saver, _CoordinatedTimer(timer_of(saver), self.flags))
 
     def is_save_due(self, step: int) -> bool:
         """Returns True if a hook of this rank should save after a step."""
@@ -146,7 +146,7 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
             self._flags.stop = True
 
 
-class CoordinatedTimer(tf.compat.v1.train.SecondOrStepTimer):
+class _CoordinatedTimer(tf.compat.v1.train.SecondOrStepTimer):
     """Triggers a save only if it was due before the step, so that all ranks know of it."""
 
     def __init__(self, timer: tf.compat.v1.train.SecondOrStepTimer, flags: StopSaveFlags) -> None:
@@ -154,9 +154,7 @@ class CoordinatedTimer(tf.compat.v1.train.SecondOrStepTimer):
         self._flags = flags
 
     def is_due(self, step: int) -> bool:
-        """True if a save should follow a step."""
         return bool(super().should_trigger_for_step(step))
 
     def should_trigger_for_step(self, step: int) -> bool:
-        """True if a save follows a step."""
         return bool(self._flags.ranks_saving) and self.is_due(step)
