@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -51,22 +51,6 @@ Text = Optional[str]
 Tensors = Sequence[tf.Tensor]
 
 
-@dataclass(frozen=True)
-class Updates:
-    """The updates of a step. "Variable" stands for a queue or a table too."""
-
-    texts: dict[str, str]  # by name of the variable; also of the initial values of local variables
-    mirrored: list[tf.Variable]
-    local: frozenset[str]  # names of variables that may differ by rank
-    # what changes a variable, by its name; an operation in a function stands for its caller
-    changes: dict[str, list[tf.Operation]]
-    varying: dict[str, list[tf.Operation]]  # those of `changes` that make a variable differ
-    # those that are built already, with the predicates that decide on them, the outermost first
-    reductions: list[tuple[tf.Operation, list[tf.Tensor]]]
-    is_same: Callable[[tf.Tensor], bool]
-    variable_of: Callable[[tf.Operation], str | None]
-
-
 def read_updates(
     targets: Sequence[tf.Operation],
     data: Collection[tf.Operation],
@@ -87,56 +71,55 @@ def read_updates(
     varying |= {v.op.name for v in variables if is_sync_on_read(v)}
     bodies: dict[tf.Operation, list[tuple[str, Any]]] = {}
     while True:  # [F3]
-        reader = _Reader(varying, data, reduced, set(operations), bodies)
-        reader.read(operations)
-        more = (reader.varying.keys() | reader.loops) - varying - trainable
+        updates = Updates(varying, data, reduced, set(operations), bodies)
+        updates.read(operations)
+        more = (updates.varying.keys() | updates.loops) - varying - trainable
         if not more:
             break
         varying |= more
-    local = frozenset(each for each in varying if isinstance(each, str))
     known = {variable.op.name: variable for variable in [*local_variables, *trained, *variables]}
-    texts = {n: "; ".join(sorted(each)) for n, each in reader.updates.items() if n in known}
-    used = sorted(reader.used & known.keys() - local)
-    texts.update({f"{name} at first": text for name in used if (text := initial.get(name))})
-    return Updates(
-        texts,
-        [known[name] for name in used],
-        local,
-        reader.changes,
-        reader.varying,
-        reader.reductions,
-        reader.is_same,
-        reader.variables.get,
-    )
+    used = sorted(updates.used & known.keys() - varying)
+    updates.mirrored = [known[name] for name in used]
+    updates.texts = {n: "; ".join(sorted(e)) for n, e in updates.described.items() if n in known}
+    updates.texts.update({f"{n} at first": text for n in used if (text := initial.get(n))})
+    return updates
 
 
 def _initial_text(variable: tf.Variable) -> Text:
     """Describes the initial value of a local variable, which ranks do not send to each other."""
     operations = walk([variable.initializer], decided_before)
-    reader = _Reader(set(), (), (), set(operations), {})
-    reader.read(operations)
+    updates = Updates(set(), (), (), set(operations), {})
+    updates.read(operations)
     name = variable.op.name
-    return None if name in reader.varying else "; ".join(reader.updates.get(name, ())) or None
+    return None if name in updates.varying else "; ".join(updates.described.get(name, ())) or None
 
 
 @dataclass
-class _Reader:
-    """Describes operations whose inputs are described already."""
+class Updates:
+    """The updates of a step. "Variable" stands for a queue or a table too."""
 
-    known: Collection[Any]  # varying variables, by name, and varying operations that begin a loop
+    local: set[Any]  # that may differ by rank: variables by name, and beginnings of loops
     data: Collection[tf.Operation]
     reduced: Collection[tf.Operation]
     step: Collection[tf.Operation]
     bodies: dict[tf.Operation, list[tuple[str, Any]]]  # graphs of the functions that each calls
-    used: set[str] = field(default_factory=set)
-    updates: dict[str, list[str]] = field(default_factory=dict)
+    # what changes a variable, by its name; an operation in a function stands for its caller
     changes: dict[str, list[tf.Operation]] = field(default_factory=dict)
-    varying: dict[str, list[tf.Operation]] = field(default_factory=dict)
+    varying: dict[str, list[tf.Operation]] = field(default_factory=dict)  # that make it differ
+    # those that are built already, with the predicates that decide on them, the outermost first
     reductions: list[tuple[tf.Operation, list[tf.Tensor]]] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    described: dict[str, list[str]] = field(default_factory=dict)  # changes of a variable
     loops: set[tf.Operation] = field(default_factory=set)  # found to vary
-    variables: dict[tf.Operation, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)  # by name; also of initial local values
+    mirrored: list[tf.Variable] = field(default_factory=list)
+    _variables: dict[tf.Operation, str] = field(default_factory=dict)
     _texts: dict[tf.Operation, Text] = field(default_factory=dict)
     _results: dict[tf.Operation, list[Text]] = field(default_factory=dict)  # of calls
+
+    def variable_of(self, op: tf.Operation) -> str | None:
+        """Returns the name of the variable that an operation creates or passes on."""
+        return self._variables.get(op)
 
     def is_same(self, tensor: tf.Tensor) -> bool:
         """Returns True if all ranks have the same value of a tensor that has been read."""
@@ -170,11 +153,11 @@ class _Reader:
     def _note_variable(self, op: tf.Operation) -> None:
         if makes_handle(op):
             self.used.add(op.name)
-            self.variables[op] = op.name
-        elif op.inputs and op.inputs[0].op in self.variables:
+            self._variables[op] = op.name
+        elif op.inputs and op.inputs[0].op in self._variables:
             gives_reference = bool(op.outputs) and is_reference(op.outputs[0])
             if gives_reference or op.type in PASSING:  # an assignment to a reference returns it
-                self.variables[op] = self.variables[op.inputs[0].op]
+                self._variables[op] = self._variables[op.inputs[0].op]
 
     def _describe(self, op: tf.Operation, caller: tf.Operation, conditions: Tensors) -> Text:
         may_not_run = None in map(self._text, conditions)
@@ -182,7 +165,7 @@ class _Reader:
             results = self._call(op, caller, conditions)
             self._results[op] = [None] * len(results) if may_not_run else results
             return str(op.type)
-        if may_not_run or op in self.data or op in self.known:
+        if may_not_run or op in self.data or op in self.local:
             return None
         if op in self.reduced or is_same_on_all_ranks(op):
             return "reduced"
@@ -193,16 +176,16 @@ class _Reader:
         inputs = [self._text(tensor) for tensor in op.inputs]
         if None in inputs:
             return None
-        if op in self.variables:
-            name = self.variables[op]
-            varies = name in self.known or is_filled_elsewhere(op, self.step)
+        if op in self._variables:
+            name = self._variables[op]
+            varies = name in self.local or is_filled_elsewhere(op, self.step)
             return None if varies else repr(name)
-        takes_known = any(tensor.op in self.variables for tensor in op.inputs)
+        takes_known = any(tensor.op in self._variables for tensor in op.inputs)
         if not takes_known and depends_on_more(op):
             return None
         if op.type in PASSING:
             return inputs[0]
-        return _short(f"{op.type}({', '.join(map(str, inputs))})")
+        return _joined(op.type, inputs)
 
     def _text(self, tensor: tf.Tensor) -> Text:
         op, index = tensor.op, int(tensor.value_index)
@@ -211,7 +194,7 @@ class _Reader:
         if op in self._results:
             return self._results[op][index]
         if op not in self._texts and op.type in READ_LATER:
-            return None if op in self.known else "loop"
+            return None if op in self.local else "loop"
         text = self._texts.get(op)
         numbered = text not in (None, "reduced") and index
         return f"{text}[{index}]" if numbered else text
@@ -251,10 +234,10 @@ class _Reader:
         self, op: tf.Operation, body: Any, caller: tf.Operation, conditions: Tensors
     ) -> list[Text]:
         for argument, tensor in parameters(op, body):
-            varies = argument.op in self.known
+            varies = argument.op in self.local
             self._texts[argument.op] = None if varies else self._text(tensor)
-            if tensor.op in self.variables:
-                self.variables[argument.op] = self.variables[tensor.op]
+            if tensor.op in self._variables:
+                self._variables[argument.op] = self._variables[tensor.op]
         self.read(walk(body.get_operations(), decided_before), caller, conditions)
         return [self._text(tensor) for tensor in body.outputs]
 
@@ -264,18 +247,18 @@ class _Reader:
         for argument, tensor, is_handle in arguments(op):
             if not is_handle:
                 values.append((argument, self._text(tensor)))
-            elif tensor.op in self.variables:
-                changed.append((self.variables[tensor.op], self._text(tensor)))
+            elif tensor.op in self._variables:
+                changed.append((self._variables[tensor.op], self._text(tensor)))
         varies = None in decides or None in [text for _, text in values]
         for name, text in changed:
             self.changes.setdefault(name, []).append(caller)
-            if varies or (text is None and name not in self.known):  # a branch passes it on
+            if varies or (text is None and name not in self.local):  # a branch passes it on
                 self.varying.setdefault(name, []).append(caller)
         shown = [f"{name}={'data' if text is None else text}" for name, text in values]
         shown += [a.name for a in op.op_def.attr if _is_chosen(op, a)]
         shown += [f"if {'data' if text is None else text}" for text in decides]
         for name, _ in changed[:1]:
-            self.updates.setdefault(name, []).append(f"{op.type}({', '.join(shown)})")
+            self.described.setdefault(name, []).append(f"{op.type}({', '.join(shown)})")
 
 
 def _is_chosen(op: tf.Operation, attribute: Any) -> bool:
