@@ -65,14 +65,8 @@ class LocalSteps:
         for each in fields(self):
             if each.metadata:
                 check_option(each.name, each, getattr(self, each.name))
-        others = (
-            self.sync_warmup_steps,
-            self.sync_slots,
-            self.sync_compression,
-            self.sync_fragments,
-            self.sync_delay,
-        )
-        if not self.is_used and others != (0, None, None, 1, 0):
+        is_default = all(getattr(self, each.name) == each.default for each in fields(self))
+        if not self.is_used and not is_default:
             raise hostopt.ConfigError(
                 "sync_warmup_steps, sync_slots, sync_compression, sync_fragments and sync_delay "
                 "have no effect if ranks reduce gradients in each step. Set sync_every, sync_secs "
