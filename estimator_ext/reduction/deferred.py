@@ -7,10 +7,10 @@ into as few exchanges as possible, and the stand-ins are replaced by their resul
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
@@ -34,29 +34,27 @@ _LINEAR = re.compile(r"Neg|Identity|Cast|Reshape|Mul|RealDiv")
 _IRRELEVANT = ("Shape", "IsFinite")
 
 
+@dataclass(eq=False)
 class DeferredReductions:
     """The reductions of one graph."""
 
-    def __init__(
-        self, communicator: hostopt.Communicator, graph: tf.Graph, flags: StopSaveFlags
-    ) -> None:
-        self._communicator = communicator
-        self._graph = graph
-        self._flags = flags
-        self._is_built = False
-        self._deferred: list[Deferred] = []
-        self._names: Counter[str] = Counter()  # number of reductions of each name
-        self.built: list[tf.Tensor] = []  # at once, as their shapes are not static
-        self.last_results: list[tf.Tensor] = []  # computed after all reductions of a step
-        self.sums: dict[str, tf.Tensor] = {}  # of dense tensors, by name
-        self.loss: tf.Tensor | None = None  # the reduced loss, if an exchange carries it
+    communicator: hostopt.Communicator
+    graph: tf.Graph
+    flags: StopSaveFlags
+    built: list[tf.Tensor] = field(default_factory=list)  # at once; their shapes are not static
+    last_results: list[tf.Tensor] = field(default_factory=list)  # after all reductions of a step
+    sums: dict[str, tf.Tensor] = field(default_factory=dict)  # of dense tensors, by name
+    loss: tf.Tensor | None = None  # the reduced loss, if an exchange carries it
+    _is_built: bool = False
+    _deferred: list[Deferred] = field(default_factory=list)
+    _names: Counter[str] = field(default_factory=Counter)  # number of reductions of each name
 
     def can_take(self, values: Sequence[Any]) -> bool:
         """Returns True before `build`, for tensors outside branches, loops and functions."""
         graph = tf.compat.v1.get_default_graph()
         return (
             not self._is_built
-            and graph is self._graph
+            and graph is self.graph
             and control_flow_context(graph) is None
             and all(
                 part.graph is graph and control_flow_context(part.op) is None
@@ -70,7 +68,7 @@ class DeferredReductions:
     ) -> Any:
         """Notes a reduction."""
         value = reduction.value
-        reduction = dataclasses.replace(reduction, name=self._unique(reduction.name))
+        reduction = replace(reduction, name=self._unique(reduction.name))
         with tf.device(HOST_DEVICE), tf.name_scope(""):
             if isinstance(value, tf.IndexedSlices):
                 # the result may have more rows than this rank's value
@@ -140,7 +138,7 @@ class DeferredReductions:
         used = operations_before(targets)
         names = [name for name, each in values.items() if not used.isdisjoint(each.stand_ins)]
         text = "the reductions that the ranks use in a step"
-        of_ranks = all_gather_json(self._communicator, names, text)
+        of_ranks = all_gather_json(self.communicator, names, text)
         of_all = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
         return [op for name in of_all if name in values for op in values[name].stand_ins]
 
@@ -151,12 +149,10 @@ class DeferredReductions:
         weight = next((e.weight for e in group if e.reduction.is_gradient), None)
         reductions = [each.reduction for each in group]
         flags = None
-        if loss is not None and need_exchange(reductions, self._communicator):
-            reductions, flags = [*reductions, loss], self._flags
+        if loss is not None and need_exchange(reductions, self.communicator):
+            reductions, flags = [*reductions, loss], self.flags
             flags.travel = True
-        results, reducers = reduce_tensors(
-            reductions, self._communicator, weight, nonfinite, flags
-        )
+        results, reducers = reduce_tensors(reductions, self.communicator, weight, nonfinite, flags)
         for each, result in zip(group, results):
             if not each.reduction.is_sparse:
                 self.sums[each.reduction.name] = result
@@ -196,17 +192,15 @@ def _with_kind_of_rows(deferred: Deferred) -> Deferred:
     if not reduction.is_sparse:
         return deferred
     sums_rows = are_only_summed(*(op.outputs[0] for op in deferred.stand_ins))
-    reduction = dataclasses.replace(reduction, sums_rows=sums_rows)
-    return dataclasses.replace(deferred, reduction=reduction)
+    reduction = replace(reduction, sums_rows=sums_rows)
+    return replace(deferred, reduction=reduction)
 
 
 # -- rows with the same index ----------------------------------------------------------------
 
-# Sums rows of a sparse gradient that have the same index, if its consumers would do so anyway.
-# Optimizers of TensorFlow sum such rows, with a Unique and an UnsortedSegmentSum for each table.
-# If all consumers only make sums, the rows are summed before they travel, and the optimizers' sums
-# are left out. Any other consumer needs all rows: the norm that `tf.clip_by_global_norm` computes,
-# for example, changes if rows are summed.
+# Optimizers of TensorFlow sum rows with the same index, by a Unique and an UnsortedSegmentSum for
+# each table. If all consumers only make sums, the rows are summed before they travel, and the
+# optimizers' sums are left out. Any other consumer needs all rows, such as a norm.
 
 
 def are_only_summed(values: tf.Tensor, indices: tf.Tensor) -> bool:
