@@ -1,27 +1,19 @@
-"""Sums of gradients over the ranks, in one graph.
-
-The way of a gradient, from the backward pass to the next forward pass:
-
-    [G1] backward computes the gradient on the accelerator
-    [G2] an identity operation on the host receives it
-    [G3] the last gradient of a bucket packs the bucket and launches its reduction
-    [G4] a thread runs the ring on the bucket while backward continues
-    [G5] the graph waits for the bucket and gets the sums
-    [G6] the user's optimizer applies them on the host, while later buckets still travel
-    [G7] the next step reads the variables through a copy cached on the accelerator
+"""Sums of gradients over the ranks, and of other values, in one graph.
 
 This module decides what is reduced, and by which weight. `hostopt.tensorflow` reduces it.
+docs/architecture.md shows the way of a gradient, [G1] to [G7].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import loss_is_scaled
+from estimator_ext._tf_private import loss_is_scaled, replace_input
 from estimator_ext.graphs.fingerprint import Updates
 from estimator_ext.graphs.walks import data_before, depends_on
 from estimator_ext.losses.kind import LossKind
@@ -29,7 +21,7 @@ from estimator_ext.reduction.accumulation import Accumulation
 from estimator_ext.reduction.deferred import DeferredReductions
 from estimator_ext.reduction.gradient_marks import Mark, mark_of, marked_graph
 from estimator_ext.reduction.skipped_updates import SkippedUpdates
-from estimator_ext.reduction.value_reduction import ValueReduction
+from estimator_ext.reduction.uneven_data import BatchWeights
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import AnyReducer
 from hostopt.tensorflow import ops
@@ -41,6 +33,104 @@ _log = tf.get_logger()
 
 # A tensor or `tf.IndexedSlices`, the name of its variable, and the shape of a row.
 Gradient = tuple[Any, str, tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class ValueReduction:
+    """Reduces tensors that are not gradients of variables: norms, counts and the loss.
+
+    A reduction has the gradient of an `all_reduce`: the cotangents of all ranks, reduced in the
+    same way. If the ranks' batches differ in size, each rank's loss counts by its examples.
+    """
+
+    strategy: Any
+    deferred: DeferredReductions | None
+    flags: ops.StopSaveFlags
+    weights: BatchWeights | None = None  # None if each rank counts 1
+    _loss_weight: tf.Tensor | None = None
+
+    def weight(self, is_mean: bool) -> tf.Tensor | None:
+        """Returns the factor of this rank's gradients and loss in a step; None if all count 1."""
+        if self.weights is None:
+            return None
+        return self.weights.mean_weight if is_mean else self.weights.sum_weight
+
+    @property
+    def share(self) -> Any:
+        """1 / number of ranks that take part in a sum: a number, or a tensor if their data end."""
+        return 1 / self.strategy.cluster.size if self.weights is None else self.weights.share
+
+    def reduce(self, tensor: tf.Tensor, name: str, is_mean: bool) -> tf.Tensor:
+        """Reduces a tensor over the ranks, differentiably if its dtype is floating."""
+        if not tensor.dtype.is_floating:
+            return self._reduce(tensor, name, is_mean)
+
+        @tf.custom_gradient
+        def reduce(value: tf.Tensor) -> Any:
+            def gradient(cotangent: Any) -> tf.Tensor:
+                return self._reduce_cotangent(cotangent, f"{name}/gradient", is_mean)
+
+            return self._reduce(value, name, is_mean), gradient
+
+        with tf.device(HOST_DEVICE):
+            return reduce(tensor)
+
+    def _reduce_cotangent(self, cotangent: Any, name: str, is_mean: bool) -> tf.Tensor:
+        cotangent = tf.convert_to_tensor(cotangent)
+        if self.weights is None:
+            return self.reduce(cotangent, name, is_mean)
+        # Each rank's loss counts by its examples, so its cotangent is weighted before the sum.
+        # The gradients computed from the result are multiplied by this rank's weight later, so the
+        # result is divided by it.
+        weight = tf.cast(self._deferred_weight(self.weights.mean_weight), cotangent.dtype)
+        total = self.reduce(tf.math.multiply_no_nan(cotangent, weight), name, is_mean)
+        return tf.math.divide_no_nan(total, weight)
+
+    def _deferred_weight(self, weight: tf.Tensor) -> tf.Tensor:
+        """Returns the weight of this rank's loss; `weigh_loss` connects the right one."""
+        if self._loss_weight is None:
+            with weight.graph.as_default(), tf.control_dependencies(None), tf.device(HOST_DEVICE):
+                self._loss_weight = tf.raw_ops.PlaceholderWithDefault(input=weight, shape=[])
+        return self._loss_weight
+
+    def _reduce(self, tensor: tf.Tensor, name: str, is_mean: bool) -> tf.Tensor:
+        with tf.control_dependencies([] if self.weights is None else [self.weights.mean_weight]):
+            tensor = tf.identity(tensor)  # nothing travels in a step without data
+        op = hostopt.ReduceOp.SUM
+        if is_mean and tensor.dtype.is_floating:
+            op, is_mean = hostopt.ReduceOp.AVERAGE, False
+        deferred = self.deferred
+        if deferred is not None and not deferred.can_take([tensor]):
+            deferred = None
+        if deferred is not None and tensor.shape.is_fully_defined():
+            total = deferred.add(Reduction(tensor, name, op, is_gradient=False))
+        else:
+            total = ops.all_reduce(tensor, self.strategy.communicator, op, name)
+            if deferred is not None:
+                deferred.built.append(total)
+        size = tf.cast(self.strategy.cluster.size, total.dtype)
+        return tf.math.divide(total, size) if is_mean else total
+
+    def weigh_loss(self, loss: tf.Tensor, is_mean: bool) -> tf.Tensor:
+        """Multiplies the loss by this rank's weight, once; by 0 it becomes 0, also from NaN."""
+        weight = self.weight(is_mean)
+        if weight is None:
+            return loss
+        if self._loss_weight is not None:
+            replace_input(self._loss_weight.op, 0, weight)
+        factor = tf.cast(weight, loss.dtype)
+        return tf.where(tf.equal(factor, 0), tf.zeros_like(loss), loss * factor)
+
+    def reduce_loss(self, loss: tf.Tensor, is_mean: bool, after: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Reduces the weighted loss of the step.
+
+        A float32 scalar is sent at once and read after the gradients, so no rank waits for it.
+        """
+        if after and loss.dtype == tf.float32 and loss.shape.rank == 0:
+            communicator = self.strategy.communicator
+            total = ops.start_scalar_sum(loss, "the loss", communicator, after, self.flags)
+            return total / self.strategy.cluster.size if is_mean else total
+        return self._reduce(loss, "the loss", is_mean)
 
 
 class GradientReduction:
