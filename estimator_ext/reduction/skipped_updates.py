@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,6 @@ class SkippedUpdates:
     def __init__(self) -> None:
         self.checks: list[NonFiniteCheck] = []  # of all reductions, once the step is built
         self._finite: tf.Tensor | None = None
-        self._predicates: dict[tf.Operation, bool] = {}  # True for checks
 
     def watch(self, sums: Sequence[tf.Tensor]) -> None:
         """Makes all updates depend on these sums too, including updates that are built already."""
@@ -52,11 +52,14 @@ class SkippedUpdates:
 
     def check(self, updates: Updates) -> None:
         """Checks that every update with a gradient can be skipped."""
-        marks = marks_of_graph()
+        marks, is_check = marks_of_graph(), functools.cache(self._is_check)
         trained = {updates.variable_of(mark.source.op) for mark in marks.values()}
         for variable in sorted(updates.changes.keys() & trained):
             for update in updates.changes[variable]:
-                if not self._guards(update) and depends_on([update], marks, data_before):
+                decides = predicates_around(update)
+                decides += [update.inputs[0]] * (update.type in BRANCHES)
+                is_guarded = any(is_check(predicate.op) for predicate in decides)
+                if not is_guarded and depends_on([update], marks, data_before):
                     raise ConfigError(
                         f"nonfinite='skip' cannot leave out operation {update.name!r} "
                         f"({update.type}), which updates variable {variable!r} with a gradient by "
@@ -64,18 +67,12 @@ class SkippedUpdates:
                         "those of tf.compat.v1.train do"
                     )
 
-    def _guards(self, op: tf.Operation) -> bool:
-        """Returns True if an operation runs only if a check, also of the program, finds no NaN."""
-        predicates = predicates_around(op) + [op.inputs[0]] * (op.type in BRANCHES)
-        return any(self._is_check(predicate.op) for predicate in predicates)
-
     def _is_check(self, predicate: tf.Operation) -> bool:
-        if predicate not in self._predicates:
-            self._predicates[predicate] = any(
-                op.type in _CHECKS or (self._finite is not None and op is self._finite.op)
-                for op in walk([predicate], data_before)
-            )
-        return self._predicates[predicate]
+        """Returns True if a predicate, also of the program, says that no NaN was found."""
+        return any(
+            op.type in _CHECKS or (self._finite is not None and op is self._finite.op)
+            for op in walk([predicate], data_before)
+        )
 
 
 def run_if(condition: tf.Tensor, build: Callable[[], Any]) -> tf.Tensor:
