@@ -113,7 +113,10 @@ def uses(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tuple[tf.Operation, tf
 
     Each operation that reads or changes the variable comes with the tensor that it takes.
     """
-    within = op.outputs if PASSES_VARIABLE.match(op.type) else _arguments_of(op, tensor)
+    within = op.outputs
+    if not PASSES_VARIABLE.match(op.type):
+        pairs = (pair for _, body in functions_called(op) for pair in parameters(op, body))
+        within = [argument for argument, passed in pairs if passed.name == tensor.name]
     if not within:
         yield op, tensor
     for each in within:
@@ -150,12 +153,6 @@ def parameters(op: tf.Operation, body: Any) -> list[tuple[tf.Tensor, tf.Tensor]]
     """Returns the arguments of a function that an operation calls, with the inputs for them."""
     # the first inputs of the operation may be no arguments, such as the index of a branch
     return list(zip(body.inputs, op.inputs[len(op.inputs) - len(body.inputs) :]))
-
-
-def _arguments_of(op: tf.Operation, tensor: tf.Tensor) -> list[tf.Tensor]:
-    bodies = [body for _, body in functions_called(op)]
-    pairs = (pair for body in bodies for pair in parameters(op, body))
-    return [argument for argument, passed in pairs if passed.name == tensor.name]
 
 
 def original_functions(op: tf.Operation) -> list[tuple[str, Any]]:

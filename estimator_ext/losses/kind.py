@@ -65,8 +65,7 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
         return LossKind(reader.said == "sum", f"--loss {reader.said}")
     tensors = [each for each in targets if isinstance(each, tf.Tensor)]
     reader.read(tensors)
-    values = [reader.summed(reader.value(each), each) for each in tensors]
-    value = joined(values)
+    value = joined(reader.summed(reader.value(each), each) for each in tensors)
     if value.problem:
         return LossKind(False, "", value.problem)
     for op, index in value.penalties:
@@ -101,8 +100,14 @@ class Penalties:
     def prepare(self, kind: LossKind) -> None:
         """Multiplies the penalties of a loss by factors, before its backward pass is built."""
         for op, index in kind.penalties:
-            if (op, index) not in self.factors:
-                self.factors[op, index] = _multiply(op, index)
+            if (op, index) in self.factors:
+                continue
+            penalty = op.inputs[index]
+            with op.graph.as_default(), tf.control_dependencies(None), tf.device(penalty.device):
+                one = tf.ones([], penalty.dtype)
+                factor = tf.raw_ops.PlaceholderWithDefault(input=one, shape=[])
+                replace_input(op, index, penalty * factor)
+            self.factors[op, index] = factor.op
 
     def divide(self, kind: LossKind, share: Any) -> None:
         """Gives each rank its share of the penalties of a loss: a number or a scalar tensor."""
@@ -111,15 +116,6 @@ class Penalties:
             graph, device = factor.graph, tf.device(factor.device)
             with graph.as_default(), tf.control_dependencies(None), device:
                 replace_input(factor, 0, tf.cast(share, factor.outputs[0].dtype))
-
-
-def _multiply(op: tf.Operation, index: int) -> tf.Operation:
-    penalty = op.inputs[index]
-    with op.graph.as_default(), tf.control_dependencies(None), tf.device(penalty.device):
-        one = tf.ones([], penalty.dtype)
-        factor = tf.raw_ops.PlaceholderWithDefault(input=one, shape=[])
-        replace_input(op, index, penalty * factor)
-    return factor.op
 
 
 def _kind_of_sums(value: Value, lengths: Collection[int], size: int) -> LossKind:

@@ -252,14 +252,10 @@ class LossReader:
             value = joined(values[1:] if kind.startswith("Select") else values)
             has_axis = value.axis is not None
             return replace(value, axis=self._axis(tensor) if has_axis else None)
-        return self._placed(values[0], tensor)
-
-    def _placed(self, value: Value, tensor: tf.Tensor) -> Value:
-        """Returns the value of a tensor that has the same elements, in another shape."""
-        if value.axis is None:
-            return value
-        axis = self._axis(tensor)
-        return replace(value, axis=axis, degree=None if axis is None else value.degree)
+        value = values[0]  # of the same elements, perhaps in another shape
+        axis = None if value.axis is None else self._axis(tensor)
+        is_lost = axis is None and value.axis is not None
+        return replace(value, axis=axis, degree=None if is_lost else value.degree)
 
     def summed(self, value: Value, tensor: tf.Tensor) -> Value:
         """Returns the value of the sum of all elements of a tensor."""
