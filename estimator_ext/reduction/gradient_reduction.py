@@ -288,7 +288,11 @@ class GradientReduction:
         if self.accumulation is not None:
             values = [self.accumulation.mean(v, name) for v, name in zip(values, names)]
         if self.size == 1:
-            sums = self._check(values, names, nonfinite)
+            check = NonFiniteCheck(self._strategy.communicator, nonfinite, is_local=True)
+            self.skipping.checks.append(check)
+            sums = ops.check_gradients(values, names, self._strategy.communicator, check)
+            if self.accumulation is not None:
+                self.sums.update(total.op for total in sums)
         else:
             reductions = [
                 Reduction(value, name, row_shape=row_shape, sums_rows=False)
@@ -297,17 +301,6 @@ class GradientReduction:
             sums = self._sum(reductions, self.values.weight(is_mean), nonfinite)
         if (nonfinite or self._strategy.options.nonfinite) == "skip":
             self.skipping.watch([values_of(total) for total in sums])
-        return sums
-
-    def _check(
-        self, values: Sequence[Any], names: Sequence[str], nonfinite: str | None
-    ) -> list[Any]:
-        communicator = self._strategy.communicator
-        check = NonFiniteCheck(communicator, nonfinite, is_local=True)
-        self.skipping.checks.append(check)
-        sums = ops.check_gradients(values, names, communicator, check)
-        if self.accumulation is not None:
-            self.sums.update(total.op for total in sums)
         return sums
 
     def _sum(
