@@ -33,18 +33,25 @@ class DividedVariable(NamedTuple):
     shape: list[int]  # of this rank's part
 
 
-class _Slot(NamedTuple):
-    """A slot of which each rank has a part."""
+class _Slot:
+    """A slot of the program, the whole, of which each rank has a part."""
 
-    whole: tf.Variable  # of the program
-    parts: list[slice]  # by rank
-    value: tf.Tensor  # of the whole
-    initial: tf.Tensor | None  # of the whole, which begins empty; None if it begins with it
-    has_value: tf.Tensor  # True if the whole has one
-    part: tf.Tensor  # value of this rank's part
-    new_part: tf.Tensor  # to be fed
-    set_part: tf.Operation
-    release: tf.Operation  # frees the whole
+    def __init__(self, whole: tf.Variable, parts: list[slice], shape: list[int]) -> None:
+        ops, handle = tf.raw_ops, part_variable(whole, shape)
+        dtype = whole.dtype.base_dtype
+        self.whole = whole
+        self.parts = parts  # by rank
+        self.value = ops.ReadVariableOp(resource=whole.handle, dtype=dtype)
+        self.has_value = ops.VarIsInitializedOp(resource=whole.handle)
+        self.initial: tf.Tensor | None = None  # of the whole, which begins empty then
+        if whole.initializer.type == "AssignVariableOp":
+            self.initial = whole.initializer.inputs[1]
+            # it may be fed with a whole slot
+            replace_input(whole.initializer, 1, of_unknown_shape(tf.zeros(EMPTY, dtype)))
+        self.part = ops.ReadVariableOp(resource=handle, dtype=dtype)
+        self.new_part = tf.compat.v1.placeholder(dtype, shape)
+        self.set_part = ops.AssignVariableOp(resource=handle, value=ops.DeepCopy(x=self.new_part))
+        self.release = ops.DestroyResourceOp(resource=whole.handle, ignore_lookup_error=True)
 
 
 class DividedSlots:
@@ -56,7 +63,7 @@ class DividedSlots:
         self._communicator = communicator
         self._variables = [each.variable for each in divided]
         self._slots = [
-            _slot(slot, each.parts, each.shape) for each in divided for slot in each.slots
+            _Slot(slot, each.parts, each.shape) for each in divided for slot in each.slots
         ]
         self.names = {each.whole.op.name for each in self._slots}
         self._is_gathered = False
@@ -83,7 +90,9 @@ class DividedSlots:
             session.run(each.release)
         for variable in self._variables:  # TensorFlow uses what they leave for the gradients
             _assign(session, variable, session.run(variable))
-        _return_free_memory()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc
+        if trim is not None:  # malloc returns what it keeps to the system
+            trim(0)
 
     def gather(self, session: tf.compat.v1.Session) -> None:
         """Gives rank 0 the whole slots, to be saved. Collective: all ranks must call it.
@@ -128,13 +137,6 @@ class DividedSlots:
             self._is_gathered = False
 
 
-def _return_free_memory() -> None:
-    """Makes malloc return what it keeps to the system, as far as the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: Array) -> None:
     """Assigns a value in memory that the system gets back when it is freed.
 
@@ -144,35 +146,6 @@ def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: Array) 
     copy = np.frombuffer(memory, value.dtype, value.size).reshape(variable.shape)
     np.copyto(copy, value.reshape(variable.shape))
     assign(session, [variable], [copy])
-
-
-def _slot(slot: tf.Variable, parts: list[slice], shape: list[int]) -> _Slot:
-    ops, handle = tf.raw_ops, part_variable(slot, shape)
-    dtype = slot.dtype.base_dtype
-    part = ops.ReadVariableOp(resource=handle, dtype=dtype)
-    new_part = tf.compat.v1.placeholder(dtype, shape)
-    return _Slot(
-        slot,
-        parts,
-        ops.ReadVariableOp(resource=slot.handle, dtype=dtype),
-        _begin_empty(slot),
-        ops.VarIsInitializedOp(resource=slot.handle),
-        part,
-        new_part,
-        ops.AssignVariableOp(resource=handle, value=ops.DeepCopy(x=new_part)),
-        ops.DestroyResourceOp(resource=slot.handle, ignore_lookup_error=True),
-    )
-
-
-def _begin_empty(slot: tf.Variable) -> tf.Tensor | None:
-    """Makes the initializer of a slot assign a value without elements; returns the real one."""
-    initializer = slot.initializer
-    if initializer.type != "AssignVariableOp":
-        return None
-    initial = initializer.inputs[1]
-    # it may be fed with a whole slot
-    replace_input(initializer, 1, of_unknown_shape(tf.zeros(EMPTY, slot.dtype.base_dtype)))
-    return initial
 
 
 def part_variable(variable: tf.Variable, shape: list[int]) -> tf.Tensor:
