@@ -187,15 +187,6 @@ def _refuse(op: tf.Operation, grad: tf.Tensor) -> Any:
     )
 
 
-def _with_kind_of_rows(deferred: Deferred) -> Deferred:
-    reduction = deferred.reduction
-    if not reduction.is_sparse:
-        return deferred
-    sums_rows = are_only_summed(*(op.outputs[0] for op in deferred.stand_ins))
-    reduction = replace(reduction, sums_rows=sums_rows)
-    return replace(deferred, reduction=reduction)
-
-
 # -- rows with the same index ----------------------------------------------------------------
 
 # Optimizers of TensorFlow sum rows with the same index, by a Unique and an UnsortedSegmentSum for
@@ -203,10 +194,14 @@ def _with_kind_of_rows(deferred: Deferred) -> Deferred:
 # optimizers' sums are left out. Any other consumer needs all rows, such as a norm.
 
 
-def are_only_summed(values: tf.Tensor, indices: tf.Tensor) -> bool:
-    """Returns True if the consumers of a sparse gradient only sum its rows by index."""
+def _with_kind_of_rows(deferred: Deferred) -> Deferred:
+    """Notes if the consumers of a sparse gradient only sum its rows by index."""
+    if not deferred.reduction.is_sparse:
+        return deferred
+    values, indices = (op.outputs[0] for op in deferred.stand_ins)
     sums: set[tf.Operation] = set()
-    return _are_summed(values, sums) and _are_indices_of(indices, sums)
+    sums_rows = _are_summed(values, sums) and _are_indices_of(indices, sums)
+    return replace(deferred, reduction=replace(deferred.reduction, sums_rows=sums_rows))
 
 
 def _are_summed(values: tf.Tensor, sums: set[tf.Operation]) -> bool:

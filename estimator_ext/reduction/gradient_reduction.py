@@ -82,16 +82,13 @@ class ValueReduction:
         # Each rank's loss counts by its examples, so its cotangent is weighted before the sum.
         # The gradients computed from the result are multiplied by this rank's weight later, so the
         # result is divided by it.
-        weight = tf.cast(self._deferred_weight(self.weights.mean_weight), cotangent.dtype)
-        total = self.reduce(tf.math.multiply_no_nan(cotangent, weight), name, is_mean)
-        return tf.math.divide_no_nan(total, weight)
-
-    def _deferred_weight(self, weight: tf.Tensor) -> tf.Tensor:
-        """Returns the weight of this rank's loss; `weigh_loss` connects the right one."""
-        if self._loss_weight is None:
+        if self._loss_weight is None:  # of means, until `weigh_loss` connects the right one
+            weight = self.weights.mean_weight
             with weight.graph.as_default(), tf.control_dependencies(None), tf.device(HOST_DEVICE):
                 self._loss_weight = tf.raw_ops.PlaceholderWithDefault(input=weight, shape=[])
-        return self._loss_weight
+        weight = tf.cast(self._loss_weight, cotangent.dtype)
+        total = self.reduce(tf.math.multiply_no_nan(cotangent, weight), name, is_mean)
+        return tf.math.divide_no_nan(total, weight)
 
     def _reduce(self, tensor: tf.Tensor, name: str, is_mean: bool) -> tf.Tensor:
         with tf.control_dependencies([] if self.weights is None else [self.weights.mean_weight]):

@@ -84,19 +84,15 @@ class LinearGradients:
             return _union(self._terms(each) for each in op.inputs)
         if op.type in _PASSING:
             return self._terms(op.inputs[0])
-        if op.type in ("Mul", "RealDiv"):
-            return self._terms_of_product(op)
+        if op.type in ("Mul", "RealDiv") and self._is_factor(op.inputs[1]):
+            return self._terms(op.inputs[0])
+        if op.type == "Mul" and self._is_factor(op.inputs[0]):
+            return self._terms(op.inputs[1])
         if op.type in LOOPS:
             return self._terms_of_loop(op, tensor.value_index)
         if op.type in CALLS:
             return self._terms_of_call(op, tensor.value_index)
         return None
-
-    def _terms_of_product(self, op: tf.Operation) -> Marks | None:
-        first, second = op.inputs
-        if self._is_factor(second):
-            return self._terms(first)
-        return self._terms(second) if op.type == "Mul" and self._is_factor(first) else None
 
     def _is_factor(self, tensor: tf.Tensor) -> bool:
         """Returns True if a tensor, also one in a function, has one value on all ranks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -49,7 +49,11 @@ def refuse_changed_parts(
     changes = [op for operations in updates.varying.values() for op in operations]
     used: set[tf.Operation] = set()
     for source, found in by_source.items():
-        parts = _of_parts(selected, found) if len(found) > 1 else []
+        if len(found) == 1:
+            continue
+        # of losses that select examples from a tensor that others share
+        counts = Counter(each for mark in found for each in selected(mark.targets))
+        parts = [mark for mark in found if any(counts[e] > 1 for e in selected(mark.targets))]
         used = used or set(walk(changes if parts else [], data_before))
         operations = {values_of(mark.gradient).op for mark in parts}
         if any(_is_changed(values_of(mark.gradient), operations, used, updates) for mark in parts):
@@ -58,12 +62,6 @@ def refuse_changed_parts(
                 "or changed in another way before they are added up. So they cannot be reduced: "
                 "train this program in one process"
             )
-
-
-def _of_parts(selected: Callable[[Any], set[Any]], marks: Sequence[Mark]) -> list[Mark]:
-    """Returns the gradients of losses that select examples from a tensor that others share."""
-    counts = Counter(reference for mark in marks for reference in selected(mark.targets))
-    return [mark for mark in marks if any(counts[each] > 1 for each in selected(mark.targets))]
 
 
 def _selected(reader: LossReader, targets: Iterable[tf.Operation]) -> set[Any]:

@@ -215,8 +215,8 @@ class _Search:
         return _Edge(variable, mark, tensor, consumer, index)
 
     def _note_local(self, variable: str, read: str) -> None:
-        by_name = {v.op.name: v for v in tf.compat.v1.global_variables()}
-        is_synced = read in by_name and is_sync_on_read(by_name[read])
+        named = (v for v in tf.compat.v1.global_variables() if v.op.name == read)
+        is_synced = any(map(is_sync_on_read, named))
         remedy = _OF_SYNC_ON_READ if is_synced else _OF_INITIAL_VALUE
         cause = f"variable {read!r}, which each rank has by itself"
         self.causes.setdefault(variable, (cause, remedy))
