@@ -1,15 +1,11 @@
 """Finds out if a loss is a mean or a sum over the examples of its batch.
 
-One process computes the loss of a whole batch, and each rank that of its part. The gradient of the
-whole batch is the mean of the ranks' gradients if the loss is a mean, and their sum if it is a
-sum.
+A loss of degree 0 is a mean, one of degree 1 a sum, and any other is neither (`losses.reader`);
+"Mean or sum" in docs/programs.md lists the cases. A constant factor of a sum may be 1 / n, which
+the graph does not tell from a weight: it is one if it is the batch size of the data.
 
-A loss of degree 0 is a mean, one of degree 1 a sum, and any other is neither (`losses.reader`). A
-constant factor of a sum may be 1 / n, which the graph does not tell from a weight: it is one if it
-is the batch size of the data.
-
-A penalty on weights does not depend on the data. Beside a sum it counts once in one process, but
-once on each rank, so it is noted, to be divided by the number of ranks.
+A penalty on weights does not depend on the data. Beside a sum it would count once on each rank, so
+it is noted, to be divided by the number of ranks.
 
 An optimizer of TensorFlow takes mean or sum by another rule (`LossFunctions`): the last reduction
 that loss functions of `tf.compat.v1.losses` and Keras have stored in the graph.

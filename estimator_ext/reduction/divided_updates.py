@@ -14,9 +14,6 @@ an update, of which this rank makes elements i to j:
 TensorFlow updates in place only a tensor that nothing else refers to, and that claims to own its
 memory. A tensor in memory of NumPy does not, but a slice of it does.
 
-If the gradients of a bucket serve nothing else, their updates are divided as they lie in the
-bucket, and each rank gets gradient[i:j] only: that takes the bytes of an all-reduce, no more.
-
 Between [U2] and [U6] the variable has no value: see `locked_reads`, which also makes what has
 waited for the update wait for [U6]. Whatever else changes a variable makes TensorFlow copy it, as
 TensorFlow has not allocated its memory; so the other ranks, which read that memory, see no change.

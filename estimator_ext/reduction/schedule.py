@@ -12,9 +12,7 @@
          does not use, and values whose computation would change state that the step does not
          change.
 
-So a step has as few exchanges as its longest chain of reductions, and all ranks make them in the
-same order. The step of every rank contains all of them, even if only one rank shows a result in
-its summaries.
+So a step has as few exchanges as its longest chain of reductions, in one order on all ranks.
 """
 
 from __future__ import annotations

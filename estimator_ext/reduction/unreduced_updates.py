@@ -7,13 +7,9 @@ Then the strategy is not called, and the ranks would drift apart. So the finishe
     [U2] Go back from there to the marked gradients (`gradient_marks`) that the value depends on.
     [U3] Reduce these gradients, and connect all consumers to the mean over the ranks.
 
-All computations between the gradient and the variable, such as clipping by the global norm and
-the rule of the optimizer, then get the values that one process would get with the data of all
-ranks. If a value depends on this rank's data in any other way, its single-process equivalent is
-undefined, and the program is refused.
-
-A gradient can be reduced if it was computed with respect to a value that is the same on all ranks.
-A variable is trained if it is trainable, or if it is updated with its own gradient.
+If a value depends on this rank's data in any other way, the program is refused. A variable is
+trained if it is trainable, or if it is updated with its own gradient. "Updates that bypass the
+reduction" in docs/architecture.md says what can be reduced.
 """
 
 from __future__ import annotations

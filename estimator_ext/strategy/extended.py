@@ -338,11 +338,8 @@ def _read_where_needed(variable: Any, always_cached: bool) -> None:
     TensorFlow returns the same cached tensor for each read. It is older than any GradientTape, so
     the tape would not know it as the value of the variable, and the gradient would be None. It is
     also older than any update, so a read after an update would return the old value. Within a
-    branch, a loop or a function, a tape of the graph around it would see only the old tensor.
-
-    Args:
-      always_cached: True if the program has chosen the caching device. It then gets the cached
-        value under control dependencies too, as in TensorFlow.
+    branch, a loop or a function, a tape of the graph around it would see only the old tensor. With
+    `always_cached` the program has chosen the device, and gets the cached value as in TensorFlow.
     """
     cached_value = variable.value
 
