@@ -183,11 +183,9 @@ class _Search:
         for index, tensor in enumerate(op.inputs):
             if tensor.dtype != tf.resource and not self.updates.is_same(tensor):
                 edge = self._edge(variable, tensor, op, index)
-                source = tensor.op if edge is None else None
                 if edge is not None:
                     self.edges.setdefault((edge.consumer, edge.index), edge)
-                elif tensor.op.type == "IdentityN":
-                    source = _without_identities(tensor, op, index)[0].op
+                source = None if edge else _without_identities(tensor, op, index)[0].op
                 result.append((source, op.type in BRANCHES and index == 0))
         for name in _variables_read(self.updates, op, update):
             if name in self.updates.local:
