@@ -104,12 +104,11 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
         self._optimizer = optimizer
         self._initial_scale = float(scale)
         self._growth_steps = growth_steps
-        self._state: tuple[tf.Variable, tf.Variable] | None = None
 
     @property
     def scale(self) -> tf.Variable:
         """The scale of the next step; a variable that checkpoints contain."""
-        return self._variables()[0]
+        return self._state[0]
 
     def compute_gradients(self, loss: tf.Tensor, *args: Any, **kwargs: Any) -> GradsAndVars:
         """Computes the gradients of the scaled loss, and divides them by the scale.
@@ -174,7 +173,7 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
     def _adapt(self, finite: tf.Tensor) -> tf.Operation:
         if not self._growth_steps:
             return tf.no_op()
-        scale, good_steps = self._variables()
+        scale, good_steps = self._state
         good = tf.where(finite, good_steps + 1, 0)
         grows = tf.greater_equal(good, self._growth_steps)
         grown = tf.where(grows, tf.minimum(scale * 2, _LARGEST_SCALE), scale * 1)
@@ -183,12 +182,11 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
             good_steps.assign(tf.where(grows, 0, good), read_value=False),
         )
 
-    def _variables(self) -> tuple[tf.Variable, tf.Variable]:
-        if self._state is None:
-            new = functools.partial(tf.compat.v1.Variable, trainable=False, use_resource=True)
-            scale = new(lambda: tf.constant(self._initial_scale, tf.float32), name="loss_scale")
-            self._state = scale, new(lambda: tf.constant(0), name="good_steps")
-        return self._state
+    @functools.cached_property
+    def _state(self) -> tuple[tf.Variable, tf.Variable]:
+        new = functools.partial(tf.compat.v1.Variable, trainable=False, use_resource=True)
+        scale = new(lambda: tf.constant(self._initial_scale, tf.float32), name="loss_scale")
+        return scale, new(lambda: tf.constant(0), name="good_steps")
 
 
 def _check(scale: Any, growth_steps: Any) -> None:
