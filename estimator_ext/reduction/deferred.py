@@ -38,12 +38,13 @@ _IRRELEVANT = ("Shape", "IsFinite")
 class DeferredReductions:
     """The reductions of one graph."""
 
-    communicator: hostopt.Communicator
-    graph: tf.Graph
+    strategy: Any
+    graph: tf.Graph | None  # None if nothing is noted
     flags: StopSaveFlags
     built: list[tf.Tensor] = field(default_factory=list)  # at once; their shapes are not static
     last_results: list[tf.Tensor] = field(default_factory=list)  # after all reductions of a step
-    sums: dict[str, tf.Tensor] = field(default_factory=dict)  # of dense tensors, by name
+    # of dense tensors, by the names in the buckets of reducers
+    sums: dict[str, tf.Tensor] = field(default_factory=dict)
     loss: tf.Tensor | None = None  # the reduced loss, if an exchange carries it
     _is_built: bool = False
     _deferred: list[Deferred] = field(default_factory=list)
@@ -138,7 +139,7 @@ class DeferredReductions:
         used = operations_before(targets)
         names = [name for name, each in values.items() if not used.isdisjoint(each.stand_ins)]
         text = "the reductions that the ranks use in a step"
-        of_ranks = all_gather_json(self.communicator, names, text)
+        of_ranks = all_gather_json(self.strategy.communicator, names, text)
         of_all = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
         return [op for name in of_all if name in values for op in values[name].stand_ins]
 
@@ -149,10 +150,12 @@ class DeferredReductions:
         weight = next((e.weight for e in group if e.reduction.is_gradient), None)
         reductions = [each.reduction for each in group]
         flags = None
-        if loss is not None and need_exchange(reductions, self.communicator):
+        if loss is not None and need_exchange(reductions, self.strategy.communicator):
             reductions, flags = [*reductions, loss], self.flags
             flags.travel = True
-        results, reducers = reduce_tensors(reductions, self.communicator, weight, nonfinite, flags)
+        results, reducers = reduce_tensors(
+            reductions, self.strategy.communicator, weight, nonfinite, flags
+        )
         for each, result in zip(group, results):
             if not each.reduction.is_sparse:
                 self.sums[each.reduction.name] = result

@@ -161,7 +161,7 @@ def _on_all_ranks(
     """
     by_op = {each.op: each for each in updates}
     local: dict[str, str | None] = {each.variable.op.name: None for each in updates}
-    for name, total in reduction.sums_by_name.items():
+    for name, total in reduction.deferred.sums.items():
         user = _only_user(total, by_op, reduction.means)
         if user is not None:
             local[user.variable.op.name] = name
@@ -194,7 +194,7 @@ def _group(
                 continue
             is_scattered = reducer.scatter(number)
             if is_scattered:
-                _refuse_fetches([reduction.sums_by_name[name] for name in layout.names])
+                _refuse_fetches([reduction.deferred.sums[name] for name in layout.names])
             groups.append(_Group(chosen, layout, is_scattered))
             for each in chosen:
                 del left[each.op]

@@ -7,7 +7,7 @@ docs/architecture.md shows the way of a gradient, [G1] to [G7].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -44,8 +44,7 @@ class ValueReduction:
     """
 
     strategy: Any
-    deferred: DeferredReductions | None
-    flags: ops.StopSaveFlags
+    deferred: DeferredReductions
     weights: BatchWeights | None = None  # None if each rank counts 1
     _loss_weight: tf.Tensor | None = None
 
@@ -96,15 +95,13 @@ class ValueReduction:
         op = hostopt.ReduceOp.SUM
         if is_mean and tensor.dtype.is_floating:
             op, is_mean = hostopt.ReduceOp.AVERAGE, False
-        deferred = self.deferred
-        if deferred is not None and not deferred.can_take([tensor]):
-            deferred = None
-        if deferred is not None and tensor.shape.is_fully_defined():
-            total = deferred.add(Reduction(tensor, name, op, is_gradient=False))
+        is_deferred = self.deferred.can_take([tensor])
+        if is_deferred and tensor.shape.is_fully_defined():
+            total = self.deferred.add(Reduction(tensor, name, op, is_gradient=False))
         else:
             total = ops.all_reduce(tensor, self.strategy.communicator, op, name)
-            if deferred is not None:
-                deferred.built.append(total)
+            if is_deferred:
+                self.deferred.built.append(total)
         size = tf.cast(self.strategy.cluster.size, total.dtype)
         return tf.math.divide(total, size) if is_mean else total
 
@@ -124,12 +121,13 @@ class ValueReduction:
         A float32 scalar is sent at once and read after the gradients, so no rank waits for it.
         """
         if after and loss.dtype == tf.float32 and loss.shape.rank == 0:
-            communicator = self.strategy.communicator
-            total = ops.start_scalar_sum(loss, "the loss", communicator, after, self.flags)
+            communicator, flags = self.strategy.communicator, self.deferred.flags
+            total = ops.start_scalar_sum(loss, "the loss", communicator, after, flags)
             return total / self.strategy.cluster.size if is_mean else total
         return self._reduce(loss, "the loss", is_mean)
 
 
+@dataclass(eq=False)
 class GradientReduction:
     """Reduces the gradients of one graph, and holds all state of its reductions.
 
@@ -140,48 +138,40 @@ class GradientReduction:
         is complete (`unreduced_updates`).
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        sparse_as_dense: bool,
-        at_backward: bool = False,
-        graph: tf.Graph | None = None,
-    ) -> None:
-        self._strategy = strategy
-        self.is_local = strategy.local_steps.is_used  # nothing is reduced in a step
-        self.size = 1 if self.is_local else strategy.cluster.size
-        self._sparse_as_dense = sparse_as_dense
-        self.at_backward = at_backward
-        self.flags = ops.StopSaveFlags()
-        self._deferred: DeferredReductions | None = None
-        if graph is not None and self.size > 1:
-            self._deferred = DeferredReductions(strategy.communicator, graph, self.flags)
-        self.values = ValueReduction(strategy, self._deferred, self.flags)
-        self.accumulation: Accumulation | None = None
-        self.skipping = SkippedUpdates()
-        self.model_knows_size = ""  # the place where the program reads the number of ranks
-        self.has_divided = False  # True once a loss is computed as in one process
-        self._losses: dict[LossKind, None] = {}  # whose gradients are reduced
-        self.reducers: list[AnyReducer] = []  # to be closed with the graph
-        self.sums: set[tf.Operation] = set()  # of the micro-batches of a single rank
-        self.means: set[tf.Operation] = set()  # of sums over the ranks, which no program sees
-        self._reduced: dict[Any, tf.Tensor] = {}  # sums by variable, not to be reduced again
+    strategy: Any
+    sparse_as_dense: bool
+    at_backward: bool = False
+    graph: tf.Graph | None = None
+    accumulation: Accumulation | None = None
+    skipping: SkippedUpdates = field(default_factory=SkippedUpdates)
+    flags: ops.StopSaveFlags = field(default_factory=ops.StopSaveFlags)
+    model_knows_size: str = ""  # the place where the program reads the number of ranks
+    has_divided: bool = False  # True once a loss is computed as in one process
+    reducers: list[AnyReducer] = field(default_factory=list)  # to be closed with the graph
+    sums: set[tf.Operation] = field(default_factory=set)  # of micro-batches of a single rank
+    # of sums over the ranks, which no program sees
+    means: set[tf.Operation] = field(default_factory=set)
+    _losses: dict[LossKind, None] = field(default_factory=dict)  # whose gradients are reduced
+    # sums by variable, not to be reduced again
+    _reduced: dict[Any, tf.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.is_local = self.strategy.local_steps.is_used  # nothing is reduced in a step
+        self.size = 1 if self.is_local else self.strategy.cluster.size
+        graph = self.graph if self.size > 1 else None
+        self.deferred = DeferredReductions(self.strategy, graph, self.flags)
+        self.values = ValueReduction(self.strategy, self.deferred)
 
     @property
     def uses_gradients_of_graph(self) -> bool:
         """True if the gradients of the training graph must be known (`gradient_marks`)."""
         is_alone = self.size == 1 and self.accumulation is None
-        return not is_alone or self._strategy.options.nonfinite == "skip"
+        return not is_alone or self.strategy.options.nonfinite == "skip"
 
     @property
     def follows_gradients(self) -> bool:
         """True if gradients are reduced to those of one process, whoever applies them."""
         return self.at_backward and not self.model_knows_size and self.uses_gradients_of_graph
-
-    @property
-    def sums_by_name(self) -> dict[str, tf.Tensor]:
-        """The sums of dense gradients, by the names in the buckets of `reducers`."""
-        return {} if self._deferred is None else self._deferred.sums
 
     def close(self) -> None:
         """Ends the threads of the reducers."""
@@ -205,8 +195,8 @@ class GradientReduction:
           fail at the end of the data.
         """
         loss = self.values.weigh_loss(loss, is_mean)
-        deferred, weights = self._deferred, self.values.weights
-        if deferred is None or updates is None:
+        deferred, weights = self.deferred, self.values.weights
+        if updates is None:
             return loss, []
         loss = tf.reshape(loss, [])  # the static shape may be unknown, or [1] as in TensorFlow
         op = hostopt.ReduceOp.AVERAGE if is_mean else hostopt.ReduceOp.SUM
@@ -280,14 +270,14 @@ class GradientReduction:
         if not gradients:
             return []
         values, names = [value for value, *_ in gradients], [name for _, name, _ in gradients]
-        if self._sparse_as_dense or self.accumulation is not None:
+        if self.sparse_as_dense or self.accumulation is not None:
             values = [tf.convert_to_tensor(value) for value in values]
         if self.accumulation is not None:
             values = [self.accumulation.mean(v, name) for v, name in zip(values, names)]
         if self.size == 1:
-            check = NonFiniteCheck(self._strategy.communicator, nonfinite, is_local=True)
+            check = NonFiniteCheck(self.strategy.communicator, nonfinite, is_local=True)
             self.skipping.checks.append(check)
-            sums = ops.check_gradients(values, names, self._strategy.communicator, check)
+            sums = ops.check_gradients(values, names, self.strategy.communicator, check)
             if self.accumulation is not None:
                 self.sums.update(total.op for total in sums)
         else:
@@ -296,16 +286,16 @@ class GradientReduction:
                 for value, (_, name, row_shape) in zip(values, gradients)
             ]
             sums = self._sum(reductions, self.values.weight(is_mean), nonfinite)
-        if (nonfinite or self._strategy.options.nonfinite) == "skip":
+        if (nonfinite or self.strategy.options.nonfinite) == "skip":
             self.skipping.watch([values_of(total) for total in sums])
         return sums
 
     def _sum(
         self, reductions: Sequence[Reduction], weight: tf.Tensor | None, nonfinite: str | None
     ) -> list[Any]:
-        if self._deferred and self._deferred.can_take([each.value for each in reductions]):
-            return [self._deferred.add(each, weight, nonfinite) for each in reductions]
-        communicator = self._strategy.communicator
+        if self.deferred.can_take([each.value for each in reductions]):
+            return [self.deferred.add(each, weight, nonfinite) for each in reductions]
+        communicator = self.strategy.communicator
         sums, reducers = reduce_tensors(reductions, communicator, weight, nonfinite)
         self._add_reducers(reducers)
         return sums
