@@ -7,13 +7,13 @@ the graph does not tell from a weight: it is one if it is the batch size of the 
 A penalty on weights does not depend on the data. Beside a sum it would count once on each rank, so
 it is noted, to be divided by the number of ranks.
 
-An optimizer of TensorFlow takes mean or sum by another rule (`LossFunctions`): the last reduction
+An optimizer of TensorFlow takes mean or sum by another rule (`last_reduction`): the last reduction
 that loss functions of `tf.compat.v1.losses` and Keras have stored in the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,44 +146,35 @@ def _is_one(number: float) -> bool:
 # -- the rule of TensorFlow ------------------------------------------------------------------
 
 
-class LossFunctions:
-    """The reductions of loss functions, by the scope of their operations."""
+def last_reduction(targets: Iterable[Any], reductions: Mapping[str, str]) -> str | None:
+    """Returns the last reduction before the targets; "none" only if there is no other.
 
-    def __init__(self) -> None:
-        self.reductions: dict[str, str] = {}
+    Reductions of loss functions are given by the scope of their operations. A sum that is divided,
+    or multiplied by a value that depends on data, counts as a mean.
+    """
 
-    def add(self, scope: str, reduction: str) -> None:
-        """Stores a loss function."""
-        is_sum = reduction == tf.compat.v1.losses.Reduction.SUM
-        self.reductions[scope] = SUM if is_sum else reduction
+    def before_losses(op: tf.Operation) -> Collection[tf.Operation]:
+        return [] if scope_of(op) in reductions else data_before(op)
 
-    def reduction_of(self, targets: Sequence[Any]) -> str | None:
-        """Returns the last reduction before the targets; "none" only if there is no other.
-
-        A sum that is divided, or multiplied by a value that depends on data, counts as a mean.
-        """
-        if not self.reductions:
-            return None
-        operations = [each.op for each in targets if isinstance(each, tf.Tensor)]
-        divided: list[tf.Operation] = []
-        if SUM in self.reductions.values():  # else the walk for each product is not needed
-            divided = [
-                op
-                for op in walk(operations, self._before_losses)
-                if op.type in QUOTIENTS or (op.type in PRODUCTS and not _has_factor_of_all(op))
-            ]
-        averaged = {scope_of(op) for op in walk(divided, data_before)}
-        scopes = {scope_of(op) for op in walk(operations, data_before)}
-        reductions = [
-            MEAN if reduction == SUM and scope in averaged else reduction
-            for scope, reduction in self.reductions.items()
-            if scope in scopes
+    if not reductions:
+        return None
+    operations = [each.op for each in targets if isinstance(each, tf.Tensor)]
+    divided: list[tf.Operation] = []
+    if SUM in reductions.values():  # else the walk for each product is not needed
+        divided = [
+            op
+            for op in walk(operations, before_losses)
+            if op.type in QUOTIENTS or (op.type in PRODUCTS and not _has_factor_of_all(op))
         ]
-        reductions = [each for each in reductions if each != _NO_REDUCTION] or reductions
-        return reductions[-1] if reductions else None
-
-    def _before_losses(self, op: tf.Operation) -> Collection[tf.Operation]:
-        return [] if scope_of(op) in self.reductions else data_before(op)
+    averaged = {scope_of(op) for op in walk(divided, data_before)}
+    scopes = {scope_of(op) for op in walk(operations, data_before)}
+    found = [
+        MEAN if reduction == SUM and scope in averaged else reduction
+        for scope, reduction in reductions.items()
+        if scope in scopes
+    ]
+    found = [each for each in found if each != _NO_REDUCTION] or found
+    return found[-1] if found else None
 
 
 def _has_factor_of_all(op: tf.Operation) -> bool:

@@ -28,7 +28,7 @@ from estimator_ext._tf_private import (
     is_reference,
 )
 from estimator_ext.graphs.walks import data_before, walk
-from estimator_ext.losses.kind import MEAN, SUM, LossFunctions, LossKind, Penalties, kind_of
+from estimator_ext.losses.kind import MEAN, SUM, LossKind, Penalties, kind_of, last_reduction
 from estimator_ext.losses.reader import LossReader
 from hostopt.tensorflow._tf_private import outermost
 from hostopt.tensorflow.ops import is_same_on_all_ranks
@@ -57,7 +57,7 @@ class MarkedGraph(tf.Graph):
         super().__init__()
         self.marks_gradients = False
         self._reduction: str | None = None  # of the last loss, which TensorFlow reads
-        self._loss_functions = LossFunctions()
+        self._loss_functions: dict[str, str] = {}  # reductions, by the scope of their operations
         self.marks: dict[tf.Operation, Mark] = {}
         self._loss_is_scaled = False
         self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
@@ -82,13 +82,14 @@ class MarkedGraph(tf.Graph):
     def _last_loss_reduction(self, reduction: str | None) -> None:
         self._reduction = reduction
         if reduction is not None:  # set within the scope of the loss
-            self._loss_functions.add(self.get_name_scope(), reduction)
+            is_sum = reduction == tf.compat.v1.losses.Reduction.SUM
+            self._loss_functions[self.get_name_scope()] = SUM if is_sum else reduction
 
     def reduce_as(self, loss: tf.Tensor) -> None:
         """Makes the reduction of a loss the last one of the graph, for TensorFlow."""
         kind = self.loss_kind([loss]) if self.reads_losses else None
         if kind is None or kind.problem:
-            self._reduction = self._loss_functions.reduction_of([loss]) or self._reduction
+            self._reduction = last_reduction([loss], self._loss_functions) or self._reduction
         else:
             self._reduction = SUM if kind.is_sum else MEAN
 
@@ -108,15 +109,15 @@ class MarkedGraph(tf.Graph):
         self, data: Collection[tf.Operation], size: int, said: str = "", weighted: bool = False
     ) -> None:
         """Reads the graphs of losses from now on, in a program that does not know of ranks."""
-        functions = self._loss_functions.reductions
-        self._reader = LossReader(data, functions, self.marks, size, said, weighted)
+        functions, marks = self._loss_functions, self.marks
+        self._reader = LossReader(data, functions, marks, size, said, weighted)
 
     def loss_kind(
         self, targets: Sequence[Any], weights: Sequence[Any] = (), can_divide: bool = True
     ) -> LossKind:
         """Returns the kind of a loss, whose graph can still be changed if `can_divide`."""
         if self._reader is None:
-            is_sum = self._loss_functions.reduction_of([*targets, *weights]) == SUM
+            is_sum = last_reduction([*targets, *weights], self._loss_functions) == SUM
             return LossKind(is_sum, "of its last loss function")
         tensors = [each.op for each in weights if isinstance(each, tf.Tensor)]
         before = walk(tensors, lambda op: [] if op in self.marks else data_before(op))
