@@ -51,7 +51,7 @@ def mend_unreduced_updates(
     """Reduces the gradients of updates that use them unreduced, as far as possible."""
     if reduction.size == 1 and reduction.accumulation is None:
         return 0  # a gradient is its own sum
-    search = _search(updates, data)
+    search = _Search(updates, data)
     by_mark: dict[Mark, list[_Edge]] = {}
     for edge in search.edges.values():
         by_mark.setdefault(edge.mark, []).append(edge)
@@ -65,7 +65,7 @@ def check_mended(updates: Updates, data: Collection[tf.Operation]) -> dict[str, 
 
     Returns by name of a trained variable what cannot be checked, such as a Python function.
     """
-    search = _search(updates, data)
+    search = _Search(updates, data)
     mended = search.suspects.keys() - search.causes.keys()
     for variable in search.trained:
         for update in updates.varying.get(variable, ()):
@@ -98,18 +98,6 @@ def warn_of_local_variables(updates: Updates) -> None:
         )
 
 
-def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
-    marks = marks_of_graph()
-    names = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
-    others = {updates.variable_of(mark.source.op) for mark in marks.values()} - names
-    names |= {n for n in updates.varying.keys() & others if _uses_own_gradient(updates, n, marks)}
-    linear = LinearGradients(marks, updates.is_same)
-    search = _Search(updates, data, sorted(names), marks, linear)
-    for name in search.trained:
-        search.go_back(name, updates.varying.get(name, ()))  # [U1], [U2]
-    return search
-
-
 def _uses_own_gradient(
     updates: Updates, variable: str, marks: Mapping[tf.Operation, Mark]
 ) -> bool:
@@ -140,13 +128,20 @@ class _Search:
 
     updates: Updates
     data: Collection[tf.Operation]
-    trained: Sequence[str]
-    marks: Mapping[tf.Operation, Mark]
-    linear: LinearGradients
     edges: dict[Any, _Edge] = field(default_factory=dict)  # by consumer and index
     # by name of a variable: what may make it differ by rank; what does so, and the remedy
     suspects: dict[str, str] = field(default_factory=dict)
     causes: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        marks, varying = marks_of_graph(), self.updates.varying
+        names = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
+        others = {self.updates.variable_of(mark.source.op) for mark in marks.values()} - names
+        own = {n for n in varying.keys() & others if _uses_own_gradient(self.updates, n, marks)}
+        self.marks, self.trained = marks, sorted(names | own)
+        self.linear = LinearGradients(marks, self.updates.is_same)
+        for name in self.trained:
+            self.go_back(name, varying.get(name, ()))  # [U1], [U2]
 
     def go_back(self, variable: str, updates: Sequence[tf.Operation]) -> None:
         """Goes back from the updates of a variable to gradients and other causes: [U2]."""
