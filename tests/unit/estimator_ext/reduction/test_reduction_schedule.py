@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import estimator_ext
 import hostopt
-from estimator_ext.reduction.schedule import Deferred, make_schedule, needs_no_reduction
+from estimator_ext.reduction.deferred import Deferred, make_schedule, needs_no_reduction
 from hostopt.tensorflow.reductions import Reduction
 
 estimator_ext.install()
