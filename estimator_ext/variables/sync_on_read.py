@@ -67,20 +67,17 @@ def assign(
 
     It runs the initializers and feeds their inputs.
     """
-    left = list(zip(variables, values))
-    while left:
-        feeds: dict[tf.Tensor, Any] = {}
-        now: list[tuple[tf.Variable, Any]] = []
-        later: list[tuple[tf.Variable, Any]] = []
-        for variable, value in left:  # two initializers may share a tensor: one run for each
-            source = variable.initializer.inputs[1]
-            (later if source.ref() in feeds else now).append((variable, value))
-            feeds.setdefault(source.ref(), value)
-        session.run(
-            [variable.initializer for variable, _ in now],
-            {reference.deref(): value for reference, value in feeds.items()},
-        )
-        left = later
+    runs: list[dict[Any, tuple[tf.Operation, Any]]] = []  # by the input that is fed
+    for variable, value in zip(variables, values):
+        source = variable.initializer.inputs[1].ref()
+        run = next((each for each in runs if source not in each), None)
+        if run is None:  # two initializers may share a tensor: one run for each
+            run = {}
+            runs.append(run)
+        run[source] = variable.initializer, value
+    for run in runs:
+        initializers = [initializer for initializer, _ in run.values()]
+        session.run(initializers, {source.deref(): value for source, (_, value) in run.items()})
 
 
 def initial_local_value(variable: tf.Variable, value: Any, rank: int) -> Any:
