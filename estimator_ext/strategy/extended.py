@@ -14,6 +14,7 @@ from estimator_ext._tf_private import (
     DistributedDatasetsFromFunction,
     DistributedDatasetsFromFunctionV1,
     DistributedDatasetV1,
+    DistributedVariable,
     InputFunctionIterator,
     InputWorkers,
     OneDeviceExtended,
@@ -196,8 +197,10 @@ class HostOffloadExtended(_RankExtended):
         return variable
 
     def read_var(self, replica_local_var: tf.Variable) -> tf.Tensor:
+        if isinstance(replica_local_var, DistributedVariable):
+            return replica_local_var._get_cross_replica()
         value = tf.identity(replica_local_var)
-        if not is_sync_on_read(replica_local_var):
+        if in_functions() or not is_sync_on_read(replica_local_var):
             return value
         mean = replica_local_var.aggregation == tf.VariableAggregation.MEAN
         op = tf.distribute.ReduceOp.MEAN if mean else tf.distribute.ReduceOp.SUM

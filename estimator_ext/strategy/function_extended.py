@@ -192,13 +192,6 @@ class FunctionExtended(_Replica):
 
         return value_of_rank_0
 
-    def read_var(self, replica_local_var: Any) -> tf.Tensor:
-        if not in_functions():
-            return super().read_var(replica_local_var)
-        if isinstance(replica_local_var, DistributedVariable):
-            return replica_local_var._get_cross_replica()
-        return tf.identity(replica_local_var)
-
     # -- reductions ------------------------------------------------------------------------
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
