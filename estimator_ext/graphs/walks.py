@@ -49,9 +49,8 @@ def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> l
       Each operation once, after those that it depends on. There is one exception: the end of a
       loop (`LOOPS_BACK`) comes after the beginning of the loop, which depends on it.
     """
-    order: list[tf.Operation] = []
+    order: dict[tf.Operation, None] = {}
     entered: set[tf.Operation] = set()
-    done: set[tf.Operation] = set()
     loop_ends: list[tf.Operation] = []
     todo = list(targets)
     # Depth first, with a stack in place of recursion: graphs are deeper than Python's stack. An
@@ -60,17 +59,14 @@ def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> l
         if not todo:
             todo.append(loop_ends.pop())
         op = todo[-1]
-        if op not in entered:
-            entered.add(op)
-            new = [each for each in before(op) if each not in entered]
-            loop_ends += [each for each in new if each.type in LOOPS_BACK]
-            todo += [each for each in new if each.type not in LOOPS_BACK]
+        if op in entered:
+            order[todo.pop()] = None
             continue
-        todo.pop()
-        if op not in done:
-            done.add(op)
-            order.append(op)
-    return order
+        entered.add(op)
+        new = [each for each in before(op) if each not in entered]
+        loop_ends += [each for each in new if each.type in LOOPS_BACK]
+        todo += [each for each in new if each.type not in LOOPS_BACK]
+    return list(order)
 
 
 def operations_before(operations: Iterable[tf.Operation]) -> set[tf.Operation]:

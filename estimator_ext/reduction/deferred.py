@@ -392,11 +392,20 @@ def _levels(
     targets: Sequence[tf.Operation], deferred: Sequence[Deferred]
 ) -> tuple[dict[Deferred, int], dict[tf.Operation, int]]:
     by_stand_in = {op: each for each in deferred for op in each.stand_ins}
-    entries = _entries_of_loops(targets)
+    entries: dict[bytes, list[tf.Operation]] = {}  # of loops
+    for op in targets[0].graph.get_operations():
+        if op.type in _ENTRIES:
+            entries.setdefault(op.get_attr("frame_name"), []).append(op)
 
     def before(op: tf.Operation) -> Collection[tf.Operation]:
-        each = by_stand_in.get(op)
-        return {*_runs_before(op, entries), *(each.sources if each else ())}
+        if op.type in LOOPS_BACK:  # ends a loop, which is entered at its beginning
+            return ()
+        found = set(runs_before(op))
+        if op.type in _MERGES and op.inputs[0].op.type in _ENTRIES:
+            found.update(entries[op.inputs[0].op.get_attr("frame_name")])
+        if op in by_stand_in:
+            found.update(by_stand_in[op].sources)
+        return found
 
     in_step: dict[Deferred, int] = {}
     levels: dict[tf.Operation, int] = {}
@@ -408,27 +417,6 @@ def _levels(
             levels[op] = max(levels[op], in_step[each] + 1)
     # in the order in which they were noted, which all ranks share
     return {each: in_step[each] for each in deferred if each in in_step}, levels
-
-
-def _runs_before(
-    op: tf.Operation, entries: dict[bytes, list[tf.Operation]]
-) -> Collection[tf.Operation]:
-    if op.type in LOOPS_BACK:  # ends a loop, which is entered at its beginning
-        return ()
-    before = set(runs_before(op))
-    if op.type in _MERGES:
-        first = op.inputs[0].op
-        if first.type in _ENTRIES:
-            before |= set(entries[first.get_attr("frame_name")])
-    return before
-
-
-def _entries_of_loops(targets: Sequence[tf.Operation]) -> dict[bytes, list[tf.Operation]]:
-    entries: dict[bytes, list[tf.Operation]] = {}
-    for op in targets[0].graph.get_operations() if targets else ():
-        if op.type in _ENTRIES:
-            entries.setdefault(op.get_attr("frame_name"), []).append(op)
-    return entries
 
 
 def _groups(members: Sequence[Deferred]) -> list[list[Deferred]]:
