@@ -131,14 +131,11 @@ class _Replica(HostOffloadExtended):
             if in_functions():
                 _check_lengths(self.ring(), dataset)
                 dataset = with_policy(dataset, self.auto_shard) if self.auto_shard else dataset
-            dataset = _in_one_order(self._order_check(), dataset, self._seed)
+            if self._order is None:
+                channel = self._strategy.communicator.duplicate("the order of the data")
+                self._order = OrderCheck(channel, _SAME_ORDER)
+            dataset = _in_one_order(self._order, dataset, self._seed)
         return super()._experimental_distribute_dataset(dataset, options)
-
-    def _order_check(self) -> OrderCheck:
-        if self._order is None:
-            channel = self._strategy.communicator.duplicate("the order of the data")
-            self._order = OrderCheck(channel, _SAME_ORDER)
-        return self._order
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         def checked(context: tf.distribute.InputContext) -> Any:
@@ -165,20 +162,17 @@ class FunctionExtended(_Replica):
             _refuse_keras_3()
 
         def create(**kwargs: Any) -> list[Any]:
-            return [self._create_with_value_of_rank_0(next_creator, **kwargs)]
+            kwargs.pop("colocate_with", None)
+            dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
+            on_host = self.variables_on_host or dtype.is_integer
+            if not self._is_alone:
+                kwargs["initial_value"] = self._of_rank_0(**kwargs)
+            with tf.device(HOST_DEVICE if on_host else self._step_device):
+                return [next_creator(**kwargs)]
 
         return create_mirrored_variable(
             self._strategy, create, CLASSES, VARIABLE_POLICIES, **kwargs
         )
-
-    def _create_with_value_of_rank_0(self, next_creator: Any, **kwargs: Any) -> Any:
-        kwargs.pop("colocate_with", None)
-        dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
-        on_host = self.variables_on_host or dtype.is_integer
-        if not self._is_alone:
-            kwargs["initial_value"] = self._of_rank_0(**kwargs)
-        with tf.device(HOST_DEVICE if on_host else self._step_device):
-            return next_creator(**kwargs)
 
     def _of_rank_0(
         self, initial_value: Any, name: str | None = None, dtype: Any = None, **_: Any
