@@ -345,8 +345,9 @@ def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: boo
     gradient = op.inputs[update.gradient]
     if update.has_rows:
         where = update.index_of("indices")
-        start = part.start // math.prod(update.row)
-        gradient, indices = _rows_of(gradient, op.inputs[where], start, start + shape[0])
+        start, indices = part.start // math.prod(update.row), op.inputs[where]
+        rows = tf.reshape(tf.where((indices >= start) & (indices < start + shape[0])), [-1])
+        gradient, indices = tf.gather(gradient, rows), tf.gather(indices, rows) - start
         replace_input(op, where, of_unknown_shape(indices))
     elif not is_scattered:
         gradient = tf.reshape(gradient, [-1])[part]
@@ -356,11 +357,3 @@ def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: boo
         read = ops.DisableCopyOnRead(resource=ours)
     with tf.control_dependencies([read]):
         return ops.ReadVariableOp(resource=ours, dtype=dtype)
-
-
-def _rows_of(
-    values: tf.Tensor, indices: tf.Tensor, start: int, stop: int
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the rows of a sparse gradient that are in a part, and their indices there."""
-    where = tf.reshape(tf.where((indices >= start) & (indices < stop)), [-1])
-    return tf.gather(values, where), tf.gather(indices, where) - start

@@ -115,7 +115,10 @@ def _is_changed(
     while todo:
         tensor = todo.pop()
         for op in tensor.consumers():
-            if op not in used or takes_handle(op) or _depends_on_others(op, gradient.op, parts):
+            if op not in used or takes_handle(op):
+                continue
+            before = walk([op], lambda each: [] if each in parts else data_before(each))
+            if any(each in parts and each is not gradient.op for each in before):
                 continue
             others = [each for each in op.inputs if each.ref() != tensor.ref()]
             is_scaled = op.type in (*PRODUCTS, *QUOTIENTS) and all(map(updates.is_same, others))
@@ -124,10 +127,3 @@ def _is_changed(
                 return True
             todo += op.outputs
     return False
-
-
-def _depends_on_others(
-    op: tf.Operation, own: tf.Operation, parts: Collection[tf.Operation]
-) -> bool:
-    before = walk([op], lambda each: [] if each in parts else data_before(each))
-    return any(each in parts and each is not own for each in before)

@@ -161,7 +161,11 @@ class _Search:
                 if each is not None:  # None is a gradient that will be reduced
                     todo.append((update, each, decides or is_predicate, is_inside))
             if not before and op is not update:
-                self._note_leaf(variable, update, op, decides, is_inside)
+                if op not in self.data and SEEDED.match(op.type):  # the desync check finds it
+                    self.suspects[variable] = f"{op.name!r} ({op.type})"
+                else:
+                    cause = self.describe(update, op, decides, is_inside)
+                    self.causes.setdefault(variable, cause)
 
     def _before(
         self, variable: str, update: tf.Operation, op: tf.Operation
@@ -209,14 +213,6 @@ class _Search:
         remedy = _OF_SYNC_ON_READ if is_synced else _OF_INITIAL_VALUE
         cause = f"variable {read!r}, which each rank has by itself"
         self.causes.setdefault(variable, (cause, remedy))
-
-    def _note_leaf(
-        self, variable: str, update: tf.Operation, op: tf.Operation, decides: bool, inside: bool
-    ) -> None:
-        if op not in self.data and SEEDED.match(op.type):  # else the desync check finds it
-            self.suspects[variable] = f"{op.name!r} ({op.type})"
-        else:
-            self.causes.setdefault(variable, self.describe(update, op, decides, inside))
 
     def describe(
         self, update: tf.Operation, op: tf.Operation, decides: bool = False, inside: bool = False
