@@ -302,17 +302,14 @@ class LossReader:
         problem = first.problem or second.problem
         sums: Collection[Sum] = first.sums or second.sums
         degree: float | None = None
+        if first.degree is not None and second.degree is not None:
+            degree = first.degree + sign * second.degree  # 0 without data
         if not (first.has_data and second.has_data):
             data, index = (first, 1) if first.has_data else (second, 0)
-            degree = data.degree
-            if index == 0 and sign < 0 and degree is not None:
-                degree = -degree
             if not values[index].has_variables:  # else it is a weight that changes
                 number = _number_of(op.inputs[index])
                 number = 1 / number if index == 1 and sign < 0 and number else number
                 sums = {each.times(number) for each in data.sums or {Sum()}}
-        elif first.degree is not None and second.degree is not None:
-            degree = first.degree + sign * second.degree
         rank = op.outputs[0].shape.rank
         axes = [
             v.axis + (rank or 0) - (t.shape.rank or 0)
