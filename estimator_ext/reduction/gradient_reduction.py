@@ -374,21 +374,6 @@ def refuse_reductions_of_some_ranks(updates: Updates) -> None:
             )
 
 
-def read_accumulators(
-    reduction: GradientReduction,
-    reduce_op: tf.distribute.ReduceOp,
-    pairs: Sequence[tuple[Any, Any]],
-) -> list[tuple[Any, Any]]:
-    """Returns pairs in which variables that a program gives as gradients are read."""
-    if not reduction.follows_gradients or reduce_op != tf.distribute.ReduceOp.SUM:
-        return list(pairs)
-    kind = tf.Variable
-    return [
-        (tf.convert_to_tensor(v) if isinstance(v, kind) and isinstance(d, kind) else v, d)
-        for v, d in pairs
-    ]
-
-
 def _name_and_row_shape(variable: Any, gradient: Any) -> tuple[str, tuple[int, ...]]:
     is_variable = isinstance(variable, tf.Variable)
     name = variable.op.name if is_variable else values_of(gradient).op.name

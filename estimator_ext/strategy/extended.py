@@ -30,7 +30,7 @@ from estimator_ext._tf_private import (
     set_initializer,
     variable_accessed,
 )
-from estimator_ext.reduction.gradient_reduction import GradientReduction, read_accumulators
+from estimator_ext.reduction.gradient_reduction import GradientReduction
 from estimator_ext.variables.sync_on_read import is_sync_on_read
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.background import HOST_DEVICE
@@ -227,7 +227,12 @@ class HostOffloadExtended(_RankExtended):
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
         del options
-        pairs = read_accumulators(self.reduction, reduce_op, value_destination_pairs)
+        pairs = list(value_destination_pairs)
+        if self.reduction.follows_gradients and reduce_op == tf.distribute.ReduceOp.SUM:
+            pairs = [  # a program may give accumulators as gradients
+                (tf.convert_to_tensor(value) if _are_variables(value, each) else value, each)
+                for value, each in pairs
+            ]
         if not pairs:  # an optimizer of TensorFlow drops gradients that are None
             raise ValueError(
                 "No gradients provided for any variable. Check whether the loss depends on the "
@@ -330,6 +335,10 @@ def in_functions() -> bool:
 
 def _is_gradient(value: Any, destination: Any) -> bool:
     return isinstance(destination, tf.Variable) and not isinstance(value, tf.Variable)
+
+
+def _are_variables(*values: Any) -> bool:
+    return all(isinstance(each, tf.Variable) for each in values)
 
 
 # -- reads of variables ----------------------------------------------------------------------
