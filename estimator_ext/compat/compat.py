@@ -159,7 +159,7 @@ def _add_moved_modules() -> None:
     """Makes old names of modules and attributes work; may be called again."""
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
-    Finder(moved_module).install()
+    sys.meta_path.insert(0, Finder(moved_module))  # before the search in packages
     for module in {name.partition(":")[0] for name in _MOVED_NAMES}:
         lookup = functools.partial(_moved_name, module)
         vars(importlib.import_module(module))["__getattr__"] = lookup

@@ -15,20 +15,14 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, find: Callable[[str], types.ModuleType | None]) -> None:
         self._find = find
-        self._found: dict[str, types.ModuleType] = {}
-
-    def install(self) -> None:
-        """Puts this finder before the others, so that it precedes the search in packages."""
-        sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Returns the spec of a module that the function finds."""
         module = self._find(name)
         if module is None:
             return None
-        self._found[name] = module
-        return importlib.machinery.ModuleSpec(name, self)
+        return importlib.machinery.ModuleSpec(name, self, loader_state=module)
 
-    def exec_module(self, module: types.ModuleType) -> None:
+    def exec_module(self, module: Any) -> None:
         """Puts the module that was found in the place of a new one."""
-        sys.modules[module.__name__] = self._found.pop(module.__name__)
+        sys.modules[module.__name__] = module.__spec__.loader_state

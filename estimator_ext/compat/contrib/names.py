@@ -145,7 +145,7 @@ def add_contrib(packages: Iterable[Any]) -> None:
     """Adds tf.contrib to packages of TensorFlow; may be called again."""
     if hasattr(tf, "contrib"):
         return
-    Finder(_module).install()
+    sys.meta_path.insert(0, Finder(_module))  # before the search in packages
     sys.modules[ROOT] = _stand_in("")
     for package in packages:
         package.contrib = sys.modules[ROOT]
