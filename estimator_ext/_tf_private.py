@@ -223,6 +223,9 @@ DIVIDE_LOSSES = {
     ("keras.src.utils.losses_utils", _KERAS),
     ("keras.src.losses.loss", _KERAS),
     ("keras.src.losses.loss", f"un{_KERAS}"),
+    ("tensorflow_estimator.python.estimator.head.base_head", "create_estimator_spec_train_op"),
+    ("tensorflow_estimator.python.estimator.canned.baseline", "train_op_fn"),
+    ("tensorflow_estimator.python.estimator.canned.dnn_linear_combined", "_train_op_fn"),
 }
 _LIBRARIES = {"tensorflow", "keras", "tf_keras", "hostopt", "estimator_ext"}
 

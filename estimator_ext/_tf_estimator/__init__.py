@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from estimator_ext._tf_estimator._loading import DIVIDE_LOSSES as DIVIDE_LOSSES
 from estimator_ext._tf_estimator._loading import load
 
 # the modules `tf.estimator` and `tf.compat.v1.estimator`, which new releases no longer have

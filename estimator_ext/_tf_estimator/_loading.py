@@ -24,12 +24,6 @@ from estimator_ext._tf_estimator import _coordinator
 _OLDEST, _NEWEST = (2, 15), (2, 21)
 _COORDINATOR = "tensorflow.python.distribute.estimator_training"
 _EXPORT = "tensorflow_estimator.python.estimator.estimator_export"
-# functions that divide a loss by the number of ranks, for which they ask the strategy
-DIVIDE_LOSSES = {
-    ("tensorflow_estimator.python.estimator.head.base_head", "create_estimator_spec_train_op"),
-    ("tensorflow_estimator.python.estimator.canned.baseline", "train_op_fn"),
-    ("tensorflow_estimator.python.estimator.canned.dnn_linear_combined", "_train_op_fn"),
-}
 # the modules of the API that contain only TPU classes, whose basis TensorFlow 2.16 removed
 _TPU = (
     "tensorflow_estimator._api.v1.estimator.tpu",

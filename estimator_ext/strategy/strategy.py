@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 import hostopt
-from estimator_ext import _tf_estimator
 from estimator_ext._tf_private import DIVIDE_LOSSES, caller_of
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.sharding import check_policy
@@ -279,8 +278,7 @@ class StrategyOfRanks(HostOffloadStrategy):
         function, place, is_library = caller_of(sys._getframe(1))
         if size == 1 or reduction.model_knows_size:
             return size
-        divides = function in DIVIDE_LOSSES or function in _tf_estimator.DIVIDE_LOSSES
-        if divides and reduction.follows_gradients:
+        if function in DIVIDE_LOSSES and reduction.follows_gradients:
             reduction.has_divided = True
             return 1
         if is_library:
