@@ -56,8 +56,10 @@ def load(name: str) -> types.ModuleType:
 
 def _load_with_stand_ins() -> None:
     # These are in tensorflow_estimator's namespace and stay: its other modules need them when a
-    # program imports them later.
-    sys.modules[_EXPORT] = _export_module()
+    # program imports them later. The decorator would add symbols to tables of TensorFlow, which
+    # have no entry for Estimator any more.
+    export = sys.modules[_EXPORT] = types.ModuleType(_EXPORT)
+    vars(export)["estimator_export"] = lambda *names, v1=None: lambda symbol: symbol
     for name in _TPU:
         sys.modules[name] = stand_in(name, _refuse_tpu)
     # This one is in TensorFlow's namespace. It is removed when all its importers are loaded.
@@ -151,16 +153,6 @@ def _use_keras_2() -> None:
     root = str(importlib.metadata.distribution("tf_keras").locate_file("tf_keras"))
     for package, api in PACKAGES.items():
         importlib.import_module(package).__path__.insert(0, os.path.join(root, "api", api))
-
-
-def _export_module() -> types.ModuleType:
-    """Returns a stand-in for the module of tensorflow_estimator's export decorator.
-
-    The decorator adds symbols to tables of TensorFlow, which have no entry for Estimator any more.
-    """
-    module = types.ModuleType(_EXPORT, "Decorator of public symbols, which does nothing.")
-    vars(module)["estimator_export"] = lambda *names, v1=None: lambda symbol: symbol
-    return module
 
 
 def stand_in(name: str, find: Callable[[str], Any]) -> types.ModuleType:
