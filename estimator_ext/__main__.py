@@ -130,10 +130,7 @@ def _refusal(error: Exception) -> hostopt.ConfigError | None:
         return original
     # or else the program may use what TensorFlow removed
     if isinstance(error, ImportError):
-        if (error.name or "").partition(".")[0] in ("horovod", "smdistributed"):
-            return _missing_from_horovod(error.name or "")
-        name = _missing_from_contrib(error)
-        return missing(name) if name else None
+        return _refusal_of_import(error)
     # AutoGraph raises another error, whose text contains that of the error and the line
     text = f"{error}\n{traceback.extract_tb(error.__traceback__)[-1].line}"
     if isinstance(error, ValueError) and "InMemoryEvaluator supports only single" in text:
@@ -142,10 +139,17 @@ def _refusal(error: Exception) -> hostopt.ConfigError | None:
             "tf.estimator.train_and_evaluate, or run it in one process"
         )
     if isinstance(error, TypeError):
-        number = re.search(r"unexpected keyword argument '(num_gpus\w*)'", text)
-        return _strategy_of_tensorflow_1(number[1]) if number and "Strategy(" in text else None
-    if not isinstance(error, AttributeError):
-        return None
+        argument = re.search(r"unexpected keyword argument '(num_gpus\w*)'", text)
+        if not argument or "Strategy(" not in text:
+            return None
+        return UnsupportedError(
+            f"the program creates a strategy with {argument[1]}, as in TensorFlow 1. Remove it: "
+            "its estimators train on the ranks that `hostopt run -np N` starts"
+        )
+    return _refusal_of_name(text) if isinstance(error, AttributeError) else None
+
+
+def _refusal_of_name(text: str) -> UnsupportedError | None:
     gone = re.search(_NOT_IN_ESTIMATOR, text)
     if gone:
         return UnsupportedError(
@@ -153,48 +157,33 @@ def _refusal(error: Exception) -> hostopt.ConfigError | None:
             "It needs the release of TensorFlow that the program was written for"
         )
     removed = re.search(_REMOVED, text)
-    if removed and is_in_tensorflow_1(name := ".".join(filter(None, removed.groups()))):
-        return _needs_tensorflow_1(f"tf.{name}")
     line = re.search(r".*shape.*\.value.*", text)
-    if line and "has no attribute 'value'" in text:
-        return _needs_tensorflow_1(f"the attribute value of dimensions ({line[0].strip()})")
-    return None
-
-
-def _strategy_of_tensorflow_1(argument: str) -> UnsupportedError:
+    if removed and is_in_tensorflow_1(name := ".".join(filter(None, removed.groups()))):
+        use = f"tf.{name}"
+    elif line and "has no attribute 'value'" in text:
+        use = f"the attribute value of dimensions ({line[0].strip()})"
+    else:
+        return None
     return UnsupportedError(
-        f"the program creates a strategy with {argument}, as in TensorFlow 1. Remove it: its "
-        "estimators train on the ranks that `hostopt run -np N` starts"
-    )
-
-
-def _missing_from_horovod(name: str) -> UnsupportedError:
-    if "horovod" in sys.modules:
-        return UnsupportedError(
-            f"the program imports {name}, which hostopt does not have. Remove the code that needs "
-            "it"
-        )
-    return UnsupportedError(
-        f"the program imports {name}, which is not installed. Run it with "
-        "python -m estimator_ext --hvd, which has most of its names"
-    )
-
-
-def _needs_tensorflow_1(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"the program uses {name}, which only TensorFlow 1 has. Run it with "
+        f"the program uses {use}, which only TensorFlow 1 has. Run it with "
         "python -m estimator_ext --v1"
     )
 
 
-def _missing_from_contrib(error: ImportError) -> str | None:
-    """Returns the name in tf.contrib that an import did not find."""
+def _refusal_of_import(error: ImportError) -> UnsupportedError | None:
     module = error.name or ""
+    if module.partition(".")[0] in ("horovod", "smdistributed"):
+        reason = "is not installed. Run it with python -m estimator_ext --hvd, which has most of "
+        reason += "its names"
+        if "horovod" in sys.modules:
+            reason = "hostopt does not have. Remove the code that needs it"
+        return UnsupportedError(f"the program imports {module}, which {reason}")
     if not module.startswith(ROOT):
         return None
-    name = re.search(r"cannot import name '(\w+)'", str(error))
-    parts = [module[len(ROOT) + 1 :], name[1] if name else ""]
-    return ".".join(filter(None, parts))
+    found = re.search(r"cannot import name '(\w+)'", str(error))
+    parts = [module[len(ROOT) + 1 :], found[1] if found else ""]
+    name = ".".join(filter(None, parts))
+    return missing(name) if name else None
 
 
 def _parser() -> argparse.ArgumentParser:
