@@ -22,18 +22,13 @@ EvalMetrics = tuple[Callable[..., MetricOps], Tensors]
 class EstimatorSpec(_StockSpec):
     """Spec that a model_fn returns; extends `tf.estimator.EstimatorSpec` by two fields.
 
+    The arguments are those of the stock spec, and `host_call` and `eval_metrics`.
+
     Args:
-      mode: a `tf.estimator.ModeKeys`.
-      predictions: tensor or dict of tensors.
       loss: scalar tensor, the loss divided by the local batch size.
       train_op: operation or tensor of the step on the accelerator, such as `tf.identity(loss)`.
-      eval_metric_ops: dict of metrics, as in the stock spec.
-      export_outputs: dict of outputs of a SavedModel, as in the stock spec.
       training_chief_hooks: training hooks of rank 0.
       training_hooks: training hooks of all ranks.
-      scaffold: initializers and saver.
-      evaluation_hooks: hooks of evaluation.
-      prediction_hooks: hooks of prediction.
       host_call: tuple (function, list of tensors). In each training step the tensors are sent to
         the host, where the function builds the rest of the step from them: it reduces and applies
         gradients, and returns an operation or tensor.

@@ -55,18 +55,7 @@ class InputPipelineConfig(enum.IntEnum):
 class TPUConfig:
     """Configuration of a TPU. It is accepted for compatibility and has no effect.
 
-    Args:
-      iterations_per_loop: steps of a TPU loop; here hooks run after each step.
-      num_shards: number of TPU cores.
-      num_cores_per_replica: for model parallelism.
-      per_host_input_for_training: an InputPipelineConfig.
-      tpu_job_name: name of the job of the TPU.
-      initial_infeed_sleep_secs: pause of the infeed.
-      input_partition_dims: for model parallelism.
-      eval_training_input_configuration: an InputPipelineConfig.
-      experimental_host_call_every_n_steps: steps between runs of host_call.
-      experimental_allow_per_host_v2_parallel_get_next: for the infeed.
-      experimental_feed_hook: for the infeed.
+    Hooks run after each step, whatever `iterations_per_loop` is, and host calls run in each step.
     """
 
     iterations_per_loop: int = 2
@@ -113,20 +102,14 @@ class RunConfig(run_config.RunConfig):
 class TPUEstimatorSpec(EstimatorSpec):
     """The result of the model_fn of a TPUEstimator.
 
+    The other arguments are those of `tf.estimator.EstimatorSpec`.
+
     Args:
-      mode: a `tf.estimator.ModeKeys`.
-      predictions: dict of tensors.
-      loss: scalar tensor.
-      train_op: operation of the step.
       eval_metrics: tuple (function, list or dict of tensors); the function returns
         `eval_metric_ops` of an EstimatorSpec.
-      export_outputs: dict of outputs of a SavedModel.
       scaffold_fn: function without arguments that returns a `tf.compat.v1.train.Scaffold`.
       host_call: tuple (function, list or dict of tensors). The operations that the function
         returns run in each step, on each rank.
-      training_hooks: hooks of training.
-      evaluation_hooks: hooks of evaluation.
-      prediction_hooks: hooks of prediction.
 
     Raises:
       ValueError: see `tf.estimator.EstimatorSpec`.
@@ -182,14 +165,11 @@ class TPUEstimator(estimator.Estimator):
 
     Args:
       model_fn: returns a TPUEstimatorSpec or an EstimatorSpec.
-      model_dir: directory of checkpoints and summaries.
-      config: a RunConfig.
       params: dict for model_fn and input_fn.
       use_tpu: must be False.
       train_batch_size: number of examples of a step, over all ranks.
       eval_batch_size: number of examples of a batch in evaluation.
       predict_batch_size: number of examples of a batch in prediction.
-      warm_start_from: checkpoint or settings.
       embedding_config_spec: embeddings on a TPU; must be None.
 
     Raises:
@@ -237,9 +217,7 @@ class CrossShardOptimizer(tf.compat.v1.train.Optimizer):
     """Wraps an optimizer. As with every optimizer, gradients are averaged over the ranks.
 
     Args:
-      opt: the wrapped optimizer.
       reduction: must be MEAN, the default.
-      name: name of the optimizer.
       group_assignment: must be None.
 
     Raises:

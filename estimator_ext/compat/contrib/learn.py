@@ -21,9 +21,8 @@ class ModeKeys(_tf_estimator.ModeKeys):
 class RunConfig(_tf_estimator.RunConfig):
     """A `tf.estimator.RunConfig` with the arguments of TensorFlow 1.
 
-    Args:
-      **fields: arguments of `tf.estimator.RunConfig`, and log_device_placement and
-        gpu_memory_fraction for its session. master, evaluation_master and num_cores are ignored.
+    `log_device_placement` and `gpu_memory_fraction` are for its session; `master`,
+    `evaluation_master` and `num_cores` are ignored.
     """
 
     def __init__(self, master: str | None = None, **fields: Any) -> None:
