@@ -13,26 +13,9 @@ import tensorflow as tf
 
 from estimator_ext.errors import UnsupportedError
 
-_COORDINATED = "independent_worker"
-
 
 def init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
     """Sets cluster and task of a RunConfig from the content of TF_CONFIG, in place."""
-    _adopt_distribute_config(config)
-    cluster = tf_config.get("cluster", {})
-    remote = getattr(config._experimental_distribute, "remote_cluster", None)
-    if config._train_distribute and (remote or (cluster and "master" not in cluster)):
-        config._init_distributed_setting_from_environment_var({})
-        config._cluster_spec = remote or tf.train.ClusterSpec(cluster)
-        config._distribute_coordinator_mode = _COORDINATED
-    else:
-        config._distribute_coordinator_mode = None
-        config._init_distributed_setting_from_environment_var(tf_config)
-        config._maybe_overwrite_session_config_for_distributed_training()
-
-
-def _adopt_distribute_config(config: Any) -> None:
-    """Copies the strategies of RunConfig(experimental_distribute=...)."""
     distribute = config._experimental_distribute
     for name in ("train_distribute", "eval_distribute"):
         strategy = getattr(distribute, name, None)
@@ -43,6 +26,16 @@ def _adopt_distribute_config(config: Any) -> None:
                 f"Either `{name}` or `experimental_distribute.{name}` can be set, not both."
             )
         setattr(config, f"_{name}", strategy)
+    cluster = tf_config.get("cluster", {})
+    remote = getattr(distribute, "remote_cluster", None)
+    if config._train_distribute and (remote or (cluster and "master" not in cluster)):
+        config._init_distributed_setting_from_environment_var({})
+        config._cluster_spec = remote or tf.train.ClusterSpec(cluster)
+        config._distribute_coordinator_mode = "independent_worker"
+    else:
+        config._distribute_coordinator_mode = None
+        config._init_distributed_setting_from_environment_var(tf_config)
+        config._maybe_overwrite_session_config_for_distributed_training()
 
 
 def should_run_distribute_coordinator(config: Any) -> bool:
