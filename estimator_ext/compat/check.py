@@ -208,11 +208,6 @@ class Tree:
         return next(filter(None, found), () if dots else None)
 
 
-@functools.cache
-def _exists(path: Path) -> bool:
-    return path.exists()
-
-
 def _sources(folder: Path) -> list[Path]:
     """Returns the sources in a folder, except those in hidden folders."""
     found = (path for path in folder.rglob("*.py") if path.is_file())
@@ -221,7 +216,7 @@ def _sources(folder: Path) -> list[Path]:
 
 def _packages(folder: Path) -> Iterator[Path]:
     """Yields the `__init__.py` of a folder and of the packages around it."""
-    while _exists(folder / "__init__.py"):
+    while (folder / "__init__.py").exists():
         yield folder / "__init__.py"
         folder = folder.parent
 
@@ -230,10 +225,10 @@ def _packages(folder: Path) -> Iterator[Path]:
 def _files(folder: Path, parts: tuple[str, ...]) -> tuple[Path, ...]:
     found: tuple[Path, ...] = ()
     for part in parts:
-        if _exists(folder / f"{part}.py"):
+        if (folder / f"{part}.py").exists():
             return (*found, folder / f"{part}.py")
         folder = folder / part
-        if not _exists(folder / "__init__.py"):
+        if not (folder / "__init__.py").exists():
             break
         found += (folder / "__init__.py",)
     return found
