@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
-import importlib
+import importlib.abc
+import importlib.machinery
 import inspect
 import pkgutil
 import sys
@@ -18,8 +19,7 @@ import numpy as np
 from estimator_ext import tpu
 from estimator_ext._tf_estimator import estimator_v1, estimator_v2
 from estimator_ext._tf_estimator._loading import PACKAGES, check_keras, knows_estimator
-from estimator_ext.compat.contrib.names import add_contrib, import_own_names
-from estimator_ext.compat.finder import Finder
+from estimator_ext.compat.contrib.names import add_contrib, contrib_module, import_own_names
 
 # The compat packages are also attributes of each other.
 _NESTED = {
@@ -157,12 +157,26 @@ def moved_module(name: str, moved: Mapping[str, str] = _MOVED) -> types.ModuleTy
 
 def _add_moved_modules() -> None:
     """Makes old names of modules and attributes work; may be called again."""
-    if any(isinstance(finder, Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    sys.meta_path.insert(0, Finder(moved_module))  # before the search in packages
+    sys.meta_path.insert(0, _Finder())  # before the search in packages
     for module in {name.partition(":")[0] for name in _MOVED_NAMES}:
         lookup = functools.partial(_moved_name, module)
         vars(importlib.import_module(module))["__getattr__"] = lookup
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules by old names, which they do not have themselves."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        module = contrib_module(name) or moved_module(name)
+        if module is None:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, loader_state=module)
+
+    def exec_module(self, module: Any) -> None:
+        """Puts the module that was found in the place of a new one."""
+        sys.modules[module.__name__] = module.__spec__.loader_state
 
 
 def _moved_name(module: str, name: str) -> Any:

@@ -177,7 +177,7 @@ def state():
     coordinator = "tensorflow.python.distribute.estimator_training"
     return (
         # except the finder of moved modules
-        [each for each in sys.meta_path if not type(each).__module__.endswith(".compat.finder")],
+        [each for each in sys.meta_path if not type(each).__module__.endswith(".compat.compat")],
         list(sys.path_hooks),
         sys.path[:],
         dict(vars(tf_export)),

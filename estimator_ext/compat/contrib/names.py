@@ -15,7 +15,6 @@ from typing import Any
 import tensorflow as tf
 
 from estimator_ext._tf_estimator._loading import stand_in
-from estimator_ext.compat.finder import Finder
 from estimator_ext.errors import UnsupportedError
 
 ROOT = "tensorflow.contrib"
@@ -145,7 +144,6 @@ def add_contrib(packages: Iterable[Any]) -> None:
     """Adds tf.contrib to packages of TensorFlow; may be called again."""
     if hasattr(tf, "contrib"):
         return
-    sys.meta_path.insert(0, Finder(_module))  # before the search in packages
     sys.modules[ROOT] = _stand_in("")
     for package in packages:
         package.contrib = sys.modules[ROOT]
@@ -174,7 +172,7 @@ def _is_below(name: str, key: str) -> bool:
     return not key or name == key or name.startswith(f"{key}.")
 
 
-def _module(name: str) -> types.ModuleType | None:
+def contrib_module(name: str) -> types.ModuleType | None:
     """Returns a module of tf.contrib by its full name, or None if there is none."""
     if not name.startswith(f"{ROOT}."):
         return None
