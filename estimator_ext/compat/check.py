@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -18,7 +19,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import hostopt
-from estimator_ext.compat.compat import HOROVOD, moved_module
+from estimator_ext.compat.compat import HOROVOD, serve_horovod
 from estimator_ext.compat.contrib.names import REPLACE, ROOT, missing
 from estimator_ext.compat.reader import Reader, Use, When, is_main
 from estimator_ext.compat.tensorflow_1 import parsed, values_of_dimensions
@@ -144,7 +145,7 @@ class Tree:
         for node in values_of_dimensions(tree):
             problem = "needs", ast.unparse(node), "Run it with --v1", node.lineno, When.CALLED
             file.problems[False].append(Problem(*problem, path))
-        others = self._present - set(sys.modules)
+        others = self._present - (set(sys.modules) - _OF_HOROVOD)
         for use in elsewhere:
             if _root_of(use.names[0]) not in others:
                 for is_v1, problems in file.problems.items():
@@ -242,7 +243,7 @@ def _lack(name: str, is_import: bool, is_v1: bool) -> tuple[str, str, str] | Non
     """Returns what is missing of a name: a word, the name, and what to do."""
     module, _, attributes = name.partition(":")
     root = _root_of(module)
-    if root not in sys.modules and root not in _OF_HOROVOD:
+    if root not in sys.modules:
         if importlib.util.find_spec(root) is not None:
             return None
         if root in _OLD_PYTHON:
@@ -273,20 +274,13 @@ def _lack(name: str, is_import: bool, is_v1: bool) -> tuple[str, str, str] | Non
 
 
 def _module(name: str, is_v1: bool) -> object:
-    """Imports a module if it is one of TensorFlow; others are found, if they are loaded."""
+    """Imports a module of TensorFlow or Horovod; others are found, if they are loaded."""
     root, _, rest = name.partition(".")
-    if root == "tensorflow":
-        if is_v1 and not rest.startswith("compat"):
-            try:
-                return importlib.import_module(f"tensorflow.compat.v1.{rest}".rstrip("."))
-            except ImportError:
-                pass
+    if root == "tensorflow" and is_v1 and not rest.startswith("compat"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"tensorflow.compat.v1.{rest}".rstrip("."))
+    if root == "tensorflow" or root in _OF_HOROVOD:
         return importlib.import_module(name)
-    if root in _OF_HOROVOD:
-        found = moved_module(name, HOROVOD)
-        if found is None and not any(known.startswith(f"{name}.") for known in HOROVOD):
-            raise ImportError(name=name)
-        return found or ModuleType(name)
     if name in sys.modules:
         return sys.modules[name]
     if importlib.util.find_spec(name) is None:
@@ -319,6 +313,7 @@ def _shown(name: str) -> str:
 
 def check(root: str) -> int:
     """Prints a line for each file that uses TensorFlow, and a summary; returns the exit code."""
+    serve_horovod()
     tree = Tree(Path(root))
     files = tree.files()
     shown = [file for file in files if file.uses_tensorflow or file.is_program]

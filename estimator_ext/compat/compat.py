@@ -11,7 +11,6 @@ import pkgutil
 import sys
 import types
 from collections import abc
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -141,9 +140,9 @@ def restore_python_names() -> None:
 # -- names that have moved --------------------------------------------------------------------
 
 
-def moved_module(name: str, moved: Mapping[str, str] = _MOVED) -> types.ModuleType | None:
+def _moved_module(name: str) -> types.ModuleType | None:
     """Returns the module that an old name of a module stands for; None for other names."""
-    for old, new in moved.items():
+    for old, new in _MOVED.items():
         if name == old or name.startswith(f"{old}."):
             new_name = new + name[len(old) :]
             try:
@@ -169,7 +168,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules by old names, which they do not have themselves."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        module = contrib_module(name) or moved_module(name)
+        module = contrib_module(name) or _moved_module(name)
         if module is None:
             return None
         return importlib.machinery.ModuleSpec(name, self, loader_state=module)
