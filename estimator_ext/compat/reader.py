@@ -37,7 +37,7 @@ class Use:
     names: Names  # "module:attribute", as for `pkgutil.resolve_name`; of several, one must exist
     line: int
     when: When  # it must exist
-    is_sure: bool  # False if it may not be used then, as in a branch or a loop
+    is_sure: bool  # False if it may not be used then, as in a function, a branch or a loop
     how: type[ast.AST]  # an import, a call, or an expression that reads the name
 
 

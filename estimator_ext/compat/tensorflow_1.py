@@ -13,7 +13,7 @@ from types import ModuleType
 
 import tensorflow as tf
 
-from estimator_ext.compat.reader import Reader, When
+from estimator_ext.compat.reader import Reader
 
 
 def use_of_tensorflow_1(path: str) -> str:
@@ -29,11 +29,7 @@ def use_of_tensorflow_1(path: str) -> str:
         return ""
     reader = Reader(tree)
     for use in reader.uses:
-        if (
-            use.is_sure
-            and use.when < When.CALLED
-            and all(map(_is_only_in_tensorflow_1, use.names))
-        ):
+        if use.is_sure and all(map(_is_only_in_tensorflow_1, use.names)):
             return f"tf.{use.names[0].partition(':')[2]}"
     if "tensorflow.compat.v1:" in reader.imported:
         return next((ast.unparse(node) for node in values_of_dimensions(tree)), "")
