@@ -257,8 +257,6 @@ class _HostCallHook(tf.compat.v1.train.SessionRunHook):
 
     def __init__(self, fetches: Any) -> None:
         self._fetches = fetches
-        self._open: list[tf.Operation] = []
-        self._flush: list[tf.Operation] = []
 
     def begin(self) -> None:
         self._open = summary_writer_initializers()
