@@ -6,9 +6,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ class Halves:
       program: file below tests/programs that ends with `by_name.train_all`.
       names: models to train.
       steps: number of steps of each model.
-      environ: additional environment variables.
+      without_v2: trains with `tf.compat.v1.disable_v2_behavior()`.
     """
 
     def __init__(
@@ -38,10 +37,10 @@ class Halves:
         program: str,
         names: Sequence[str],
         steps: int,
-        environ: Mapping[str, str] = MappingProxyType({}),
+        without_v2: bool = False,
     ) -> None:
         self._directory = directory
-        self._environ = {**LIMITS, **environ}
+        self._environ = {**LIMITS, **({"TEST_WITHOUT_V2": "1"} if without_v2 else {})}
         self._outputs: dict[int, dict[str, list[str]]] = {1: {}, 2: {}}  # by size and model
         for size in (1, 2):
             (directory / str(size)).mkdir()

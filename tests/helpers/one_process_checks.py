@@ -13,26 +13,13 @@ TOLERANCE = 1e-5
 
 
 def train_programs(directory: Path, programs: Sequence[Program], without_v2: bool) -> Halves:
-    """Trains programs of programs/one_process.py, all of them in one pair of processes.
-
-    Args:
-      directory: directory of variables, checkpoints and output.
-      programs: the programs.
-      without_v2: trains with `tf.compat.v1.disable_v2_behavior()`.
-    """
-    environ = {"TEST_WITHOUT_V2": "1"} if without_v2 else {}
+    """Trains programs of programs/one_process.py as `Halves` does."""
     names = [program.name for program in programs]
-    return Halves(directory, "one_process.py", names, STEPS, environ)
+    return Halves(directory, "one_process.py", names, STEPS, without_v2)
 
 
 def check_program(trained: Halves, program: Program, without_v2: bool = False) -> None:
-    """Checks that the ranks trained as one process did, or that both were refused.
-
-    Args:
-      trained: result of `train_programs`.
-      program: one of its programs.
-      without_v2: as for `train_programs`.
-    """
+    """Checks that the ranks trained as one process did, or that both were refused."""
     assert trained.outcome(program.name, "alone") == {"steps": STEPS, "error": None}
     if not program.is_refused(without_v2):
         trained.check_ranks_equal(program.name)

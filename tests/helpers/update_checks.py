@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from halves import Halves
@@ -21,18 +19,6 @@ CURES = (
     "initialize that variable with a constant",
     "Use nonfinite='error'",
 )
-
-
-def train_kinds(directory: Path, names: Sequence[str], without_v2: bool = False) -> Halves:
-    """Trains kinds of programs/update_kinds.py, all of them in one pair of processes.
-
-    Args:
-      directory: directory of variables, checkpoints and output.
-      names: kinds to train.
-      without_v2: trains with `tf.compat.v1.disable_v2_behavior()`.
-    """
-    environ = {"TEST_WITHOUT_V2": "1"} if without_v2 else {}
-    return Halves(directory, "update_kinds.py", names, STEPS, environ)
 
 
 def check_update(trained: Halves, kind: Kind) -> None:

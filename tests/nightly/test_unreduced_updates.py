@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from halves import Halves
 from programs.update_kinds import KINDS, Kind
-from update_checks import check_update, train_kinds
+from update_checks import STEPS, check_update
 
 
 @pytest.fixture(scope="module", params=["v2", "v1"])
@@ -17,7 +17,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         if item.module is request.module and hasattr(item, "callspec")
     ]
     chosen = [each["kind"].name for each in items if each["trained"] == request.param]
-    return train_kinds(tmp_path_factory.mktemp("kinds"), chosen, request.param == "v1")
+    directory, without_v2 = tmp_path_factory.mktemp("kinds"), request.param == "v1"
+    return Halves(directory, "update_kinds.py", chosen, STEPS, without_v2)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

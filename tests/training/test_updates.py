@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from halves import Halves
 from programs.update_kinds import KINDS
-from update_checks import check_update, train_kinds
+from update_checks import STEPS, check_update
 
 # a kind for each way to a variable, and the main reasons of a refusal; all of them train at night
 CHOSEN = [
@@ -24,7 +24,7 @@ CHOSEN = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Halves:
-    return train_kinds(tmp_path_factory.mktemp("kinds"), CHOSEN)
+    return Halves(tmp_path_factory.mktemp("kinds"), "update_kinds.py", CHOSEN, STEPS)
 
 
 @pytest.mark.parametrize("name", CHOSEN)
