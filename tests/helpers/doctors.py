@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from harness import (
-    jobs_of,
-    task_of,
-)
+from harness import jobs_of, task_of
 
 from hostopt.commands.doctor import examine
 from hostopt.doctor.checking import Finding
+from hostopt.launch.environment import tf_config_of
 
 ALONE_S = 0.3  # timeout of a doctor whose peers are missing
 
 
 def tf_config(addresses: list[str], rank: int = 0) -> str:
-    type_, index = task_of(rank)
-    return json.dumps({"cluster": jobs_of(addresses), "task": {"type": type_, "index": index}})
+    return tf_config_of(jobs_of(addresses), task_of(rank))
 
 
 def examine_alone(

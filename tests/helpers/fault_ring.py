@@ -43,13 +43,7 @@ class FaultRing:
         self._environ = {**SHORT, "PYTHONPATH": f"{ROOT}:{HELPERS}", "no_proxy": "*", **environ}
 
     def start(self, rank: int, *arguments: object, **options: Any) -> RankProcess:
-        """Starts a rank, which prints "ready" and waits for a line before it connects.
-
-        Args:
-          rank: rank to start.
-          *arguments: arguments of the program.
-          **options: options of `RankProcesses.start`.
-        """
+        """Starts a rank, which prints "ready" and waits for a line before it connects."""
         plan = () if self._plan is None else ("--plan", self._plan.to_json())
         return self._processes.start(
             rank,
@@ -61,12 +55,7 @@ class FaultRing:
     def start_all(
         self, *arguments: object, rank_arguments: dict[int, Sequence[object]] | None = None
     ) -> list[RankProcess]:
-        """Starts all ranks and lets them connect.
-
-        Args:
-          *arguments: arguments of all ranks.
-          rank_arguments: additional arguments by rank.
-        """
+        """Starts all ranks and lets them connect; some may have arguments of their own."""
         ranks = range(len(self._processes.addresses))
         started = [
             self.start(rank, *arguments, *(rank_arguments or {}).get(rank, ())) for rank in ranks
@@ -115,15 +104,7 @@ def assert_all_blame(
 ) -> list[dict[str, Any]]:
     """Checks that all survivors end with this error, which names one rank and one cause.
 
-    Args:
-      ring: the ring.
-      survivors: processes of all ranks but the victim.
-      kind: name of the error.
-      within_s: what they may take from now on.
-      blamed: the rank that is named.
-
-    Returns:
-      What each reports.
+    They may take `within_s` from now on. Returns what each reports.
     """
     code = {"ProtocolError": 76, "PeerLostError": 200, "CollectiveTimeoutError": 201}[kind]
     assert {process.exit_code(within_s + END_S) for process in survivors} == {code}

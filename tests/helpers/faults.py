@@ -61,13 +61,7 @@ class FaultPlan:
 
 
 def trigger(point: str, rank: int | None, plan: FaultPlan | None) -> None:
-    """Triggers the fault if the plan has this rank and this point, outside of steps.
-
-    Args:
-      point: "before-rendezvous" or "after-training".
-      rank: this rank.
-      plan: the fault, or None.
-    """
+    """Triggers the fault if the plan has this rank and this point, outside of steps."""
     if plan is not None and (plan.point, plan.rank) == (point, rank):
         ACTIONS[plan.action]()
 
@@ -75,9 +69,7 @@ def trigger(point: str, rank: int | None, plan: FaultPlan | None) -> None:
 def inject(communicator: Communicator, plan: FaultPlan | None) -> None:
     """Prepares the fault in this process if it is the rank of the plan.
 
-    Args:
-      communicator: communicator whose steps are counted.
-      plan: the fault, or None.
+    The steps of the communicator are counted.
     """
     if plan is not None and plan.rank == communicator.rank:
         if plan.point in _MESSAGES_BEFORE:
@@ -125,9 +117,7 @@ def _inject_around_reduction(communicator: Communicator, plan: FaultPlan) -> Non
 def send_again(communicator: Communicator, when: str) -> None:
     """Writes each frame to the next rank twice, below all checks of the sender.
 
-    Args:
-      communicator: communicator of the sender.
-      when: ``at-once``, or ``later``: after 60 other frames.
+    `when` is ``at-once``, or ``later``: after 60 other frames.
     """
     stream = communicator.transport._streams.to((communicator.rank + 1) % communicator.size)
     write, written = stream._call.write, []

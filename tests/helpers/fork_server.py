@@ -59,14 +59,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end.
-
-        Args:
-          timeout: seconds, on an idle machine.
-
-        Returns:
-          Its exit code.
-        """
+        """Waits for the end; the timeout is that of an idle machine."""
         if self.returncode is None:
             limit_s = None if timeout is None else deadline_s(timeout)
             if not _is_readable(self._status, limit_s):
@@ -81,11 +74,9 @@ class ForkedProcess:
             os.kill(self.pid, signum)
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Sends SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def _read_exit_code(self) -> None:
@@ -99,11 +90,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The server, seen from the tests.
-
-    Args:
-      environ: its environment.
-    """
+    """The server, seen from the tests."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = dict(environ)
@@ -116,13 +103,7 @@ class ForkServer:
     def start(
         self, command: Sequence[str], environ: Mapping[str, str], output: BinaryIO
     ) -> ForkedProcess:
-        """Runs a Python program.
-
-        Args:
-          command: file of the program, and its arguments.
-          environ: its environment.
-          output: file for its standard output and error.
-        """
+        """Runs a Python program, whose standard output and error go to a file."""
         request = {"command": list(command), "environ": dict(environ), "cwd": os.getcwd()}
         data = json.dumps(request).encode()
         assert len(data) <= _REQUEST_BYTES
@@ -144,11 +125,7 @@ class ForkServer:
 
 
 def _serve() -> dict[str, Any]:
-    """Serves requests until the tests close the socket.
-
-    Returns:
-      In a child: its request.
-    """
+    """Serves requests until the tests close the socket; returns the request in a child."""
     before = dict(os.environ)
     import tensorflow  # noqa: F401
 

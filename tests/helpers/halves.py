@@ -110,12 +110,7 @@ class Halves:
         return {**result, "trainable": np.unique(result["trainable"])}
 
     def check_ranks_equal(self, name: str, per_rank: Sequence[str] = ()) -> None:
-        """Checks that the ranks hold the same bits.
-
-        Args:
-          name: name of the model.
-          per_rank: names of variables that may differ between ranks.
-        """
+        """Checks that the ranks hold the same bits, except in variables of each rank."""
         first, second = (self.variables(name, rank) for rank in (0, 1))
         assert set(first) == set(second)
         for variable in set(first) - set(per_rank):
@@ -126,10 +121,7 @@ class Halves:
     def check_equal(self, name: str, tolerance: float, per_rank: Sequence[str] = ()) -> None:
         """Checks that the ranks hold the values of the stock Estimator with full batches.
 
-        Args:
-          name: name of the model.
-          tolerance: relative and absolute tolerance.
-          per_rank: names of variables that may differ between ranks.
+        The tolerance is relative and absolute. Variables of each rank are not compared.
         """
         alone, result = self.variables(name, "alone"), self.variables(name, 0)
         assert set(alone) <= set(result)

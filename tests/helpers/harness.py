@@ -37,22 +37,12 @@ def load_factor() -> float:
 
 
 def deadline_s(seconds: float) -> float:
-    """Scales a deadline by the load of the machine, so that a busy one fails no test.
-
-    Args:
-      seconds: deadline on an idle machine.
-    """
+    """Scales a deadline of an idle machine by the load, so that a busy one fails no test."""
     return seconds * load_factor()
 
 
 def until(condition: Callable[[], object], name: str, limit_s: float = 15.0) -> None:
-    """Polls `condition` until it holds.
-
-    Args:
-      condition: returns something true in the end.
-      name: name of the condition in the message.
-      limit_s: before the test fails, on an idle machine.
-    """
+    """Polls a condition until it holds, or the time limit of an idle machine is over."""
     began_s = time.monotonic()
     while not condition():
         assert time.monotonic() - began_s < deadline_s(limit_s), f"no {name} within {limit_s} s"
@@ -102,29 +92,12 @@ def task_of(rank: int) -> tuple[str, int]:
 
 
 class Process(subprocess.Popen):
-    """A process whose deadlines grow with the load of the machine."""
+    """A process whose deadlines, those of an idle machine, grow with the load."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end.
-
-        Args:
-          timeout: seconds, on an idle machine.
-
-        Returns:
-          Its exit code.
-        """
         return super().wait(None if timeout is None else deadline_s(timeout))
 
     def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
-        """Waits for its end.
-
-        Args:
-          input: for its standard input.
-          timeout: seconds, on an idle machine.
-
-        Returns:
-          Its standard output and error.
-        """
         return super().communicate(input, None if timeout is None else deadline_s(timeout))
 
     def ended_with(self, code: int = 0, limit_s: float = 30.0) -> tuple[Any, Any]:
@@ -140,10 +113,8 @@ def start_python(
     """Starts Python, or several ranks of it that `hostopt run` starts.
 
     Args:
-      *arguments: those of Python.
       ranks: number of ranks; 0 starts Python itself.
       without: regular expression of the names of variables that it does not inherit.
-      cwd: its working directory.
       **environ: additional environment variables.
     """
     inherited = {k: v for k, v in os.environ.items() if not (without and re.match(without, k))}
@@ -167,10 +138,8 @@ def run_python(
     """Runs what `start_python` starts with the same options, to the end.
 
     Args:
-      *arguments: those of Python.
       code: exit code that it must have; None for any.
       limit_s: seconds in which it must end, on an idle machine.
-      **options: those of `start_python`.
     """
     with start_python(*arguments, **options) as process:
         try:

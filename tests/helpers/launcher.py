@@ -54,19 +54,15 @@ class Launcher:
         reader_timeout_s: float = 10.0,
         **environ: str,
     ) -> Process:
-        """Starts a launcher.
+        """Starts `hostopt run`.
 
         Args:
-          arguments: arguments of `hostopt run`.
           grace_s: seconds from a rank's failure to SIGTERM.
           kill_s: seconds from SIGTERM to SIGKILL.
           delay_s: seconds before the second attempt.
           preemption_s: seconds from a signal to SIGKILL.
           reader_timeout_s: seconds without a read before lines of output are dropped.
           environ: additional environment variables.
-
-        Returns:
-          The launcher's process.
         """
         code = f"""
             import sys

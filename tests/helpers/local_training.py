@@ -128,26 +128,16 @@ def simulate(
 
 
 class Training:
-    """Runs the program.
-
-    Args:
-      ranks: starts the processes.
-      directory: directory of models and variables.
-    """
+    """Runs the program, which leaves models and variables in a directory."""
 
     def __init__(self, ranks: Ranks, directory: Path) -> None:
         self.ranks = ranks
         self.directory = directory
 
     def run(self, size: int, **trainings: dict[str, Any]) -> dict[str, list[Model]]:
-        """Trains one model after the other.
+        """Trains one model after the other, with settings of the program by name.
 
-        Args:
-          size: number of ranks.
-          **trainings: settings of the program, by name.
-
-        Returns:
-          The variables of each rank, by name.
+        Returns the variables of each rank, by name.
         """
         started = self.ranks.run("local_steps.py", size, arguments=[self.arguments(trainings)])
         self.outputs = [rank.output for rank in started]

@@ -53,8 +53,6 @@ def run(
 
     Args:
       launcher: one of `LAUNCHERS`.
-      size: number of processes.
-      *command: the command.
       options: options of mpirun.
       limit_s: seconds in which it must end, on an idle machine.
       code: exit code that it must have; None for any.

@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 from fork_server import ForkedProcess, ForkServer
 from harness import LOGS, PROGRAMS, QUIET, Process, deadline_s, reserved_addresses
 
+from hostopt.launch.environment import tf_config_of
+
 
 @dataclass
 class Rank:
@@ -54,11 +56,7 @@ class Rank:
 
 @dataclass
 class Ranks:
-    """The processes of one cluster.
-
-    Args:
-      directory: directory of their output.
-    """
+    """The processes of one cluster, whose output is in a directory."""
 
     directory: Path
     started: list[Rank] = field(default_factory=list)
@@ -79,9 +77,7 @@ class Ranks:
 
         Args:
           program: file below tests/programs, or an absolute path.
-          jobs: addresses by job, as in TF_CONFIG.
           task_arguments: additional arguments by task name.
-          arguments: arguments of all tasks.
           environ: additional environment variables of all tasks.
           evaluators: number of evaluators that the cluster does not list.
           tasks: tasks to start; all by default.
@@ -93,10 +89,9 @@ class Ranks:
         begin = len(self.started)
         for job, index in tasks or all_tasks:
             name = f"{job}:{index}"
-            config = {"cluster": jobs, "task": {"type": job, "index": index}}
             log = self.directory / f"{len(self.started)}-{job}-{index}.log"
             command = [str(PROGRAMS / program), *arguments, *(task_arguments or {}).get(name, [])]
-            task = {**(environ or {}), "TF_CONFIG": json.dumps(config)}
+            task = {**(environ or {}), "TF_CONFIG": tf_config_of(jobs, (job, index))}
             with log.open("wb") as output:
                 process = _start(command, {**QUIET, **os.environ, **task}, output, fresh)
             LOGS.append((name, log))
@@ -116,13 +111,9 @@ class Ranks:
 
         Args:
           program: file below tests/programs, or an absolute path.
-          size: number of workers.
           codes: exit code of each, or one that all of them must have.
           limit_s: seconds in which each must end, on an idle machine.
           **options: those of `start`.
-
-        Returns:
-          The workers.
         """
         with reserved_addresses(size) as addresses:
             ranks = self.start(program, {"worker": addresses}, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -32,6 +31,7 @@ from hostopt.cluster.cluster import Cluster
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.hosts import Hosts
 from hostopt.errors import HostOptError
+from hostopt.launch.environment import tf_config_of
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.grpc.transport import GrpcTransport
@@ -71,16 +71,9 @@ class Spawn:
         return self.transport.startswith(("grpc", "streams"))
 
     def __call__(self, size: int, fn: Callable[[Communicator], Any], **options: Any) -> list[Any]:
-        """Runs `fn` on all ranks.
+        """Returns the results of `fn` in rank order; `options` are fields of `Options`.
 
-        Args:
-          size: number of ranks.
-          fn: called with the communicator of its rank.
-          options: fields of `Options`.
-
-        Returns:
-          Results of `fn`, in rank order. The first exception of a rank aborts the others, and is
-          raised after all have ended.
+        The first exception of a rank aborts the others, and is raised after all have ended.
         """
         limit_s = deadline_s(DEADLINE_S)
         defaults: dict[str, Any] = {
@@ -165,9 +158,7 @@ class RankProcess:
     Args:
       script: Python source; `sys.argv[1:]` are `arguments`.
       task: name of its task, such as ``worker:0``.
-      environ: its environment.
       errors: file for its standard error.
-      arguments: arguments of the script.
       through: program and arguments that run another one, such as ``ip netns exec <name>``.
     """
 
@@ -210,7 +201,6 @@ class RankProcess:
         assert result == line, f"{self.task} printed {result!r} and to stderr:\n{self.stderr}"
 
     def write_line(self, line: str) -> None:
-        """Writes a line to standard input."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
@@ -221,7 +211,6 @@ class RankProcess:
         self.process.stdin.close()
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
         self.process.send_signal(signal.SIGKILL)
 
     def exit_code(self, limit_s: float = DEADLINE_S) -> int:
@@ -286,20 +275,11 @@ class RankProcesses:
         """Starts one rank.
 
         Args:
-          rank: rank to start.
           script: Python source.
-          arguments: arguments of the script.
           jobs: "cluster" of its TF_CONFIG, if it differs from the other ranks.
           **environ: additional environment variables.
-
-        Returns:
-          The process.
         """
         type_, index = task_of(rank)
-        config = {
-            "cluster": jobs or jobs_of(self.addresses),
-            "task": {"type": type_, "index": index},
-        }
         limit_s = str(deadline_s(DEADLINE_S / 2))
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("HOSTOPT_")}
         process = RankProcess(
@@ -308,7 +288,7 @@ class RankProcesses:
             {
                 **inherited,
                 "PYTHONPATH": str(ROOT),
-                "TF_CONFIG": json.dumps(config),
+                "TF_CONFIG": tf_config_of(jobs or jobs_of(self.addresses), (type_, index)),
                 "HOSTOPT_RENDEZVOUS_TIMEOUT_S": limit_s,
                 "HOSTOPT_COLLECTIVE_TIMEOUT_S": limit_s,
                 "HOSTOPT_COMMUNICATION": "grpc",

@@ -17,11 +17,7 @@ RANKS = ("chief-0", "worker-0")
 
 
 class Served:
-    """Trainings in a directory.
-
-    Args:
-      directory: an empty directory.
-    """
+    """Trainings in a directory, which is empty at first."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
