@@ -47,13 +47,10 @@ def check_a_bad_frame(spawn: Spawn, send: Callable[[Communicator], None]) -> Non
 
 
 def call(address: str, method: str, *messages: bytes, **metadata: str) -> Any:
-    """Calls a rank like a stranger; returns the error.
+    """Calls a rank like a stranger, with metadata of the call; returns the error.
 
     Args:
-      address: address of the rank.
       method: ``Stream``, which takes any number of messages, or one that takes one.
-      *messages: what is sent.
-      **metadata: of the call.
     """
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         path = f"/hostopt.Ring/{method}"

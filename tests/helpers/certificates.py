@@ -20,17 +20,12 @@ def write_tls_dir(
     trusted: trustme.CA | None = None,
     days: float = 365,
 ) -> Path:
-    """Creates a certificate.
+    """Creates a directory with a certificate that a CA signs, and returns it.
 
     Args:
-      directory: directory of the files, which is created.
-      ca: CA that signs the certificate.
       names: names or IP addresses in the certificate; `HOST` by default.
       trusted: CA that the rank trusts, if not `ca`.
       days: validity; negative for an expired certificate.
-
-    Returns:
-      The directory.
     """
     directory.mkdir()
     now = datetime.now(timezone.utc)
@@ -46,11 +41,7 @@ def write_tls_dir(
 
 
 class Certificates:
-    """Directories with matching and with faulty certificates, and token files.
-
-    Args:
-      directory: their parent directory.
-    """
+    """Directories with matching and with faulty certificates, and token files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

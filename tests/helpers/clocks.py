@@ -20,11 +20,7 @@ _DIAGNOSIS_S = 1e6  # no test depends on how long the real diagnosis takes
 
 
 class Clock:
-    """Stands for the module `time`. Real time goes on, and `advance` adds to it.
-
-    Args:
-      monkeypatch: ends the rule of this clock after the test.
-    """
+    """Stands for the module `time` until the test ends; `advance` adds to real time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -52,7 +48,6 @@ class Clock:
         """Moves the clock.
 
         Args:
-          seconds: by how much.
           waiting: ranks whose waits on the event loop look at the clock before this returns, and
             not when their timers ring.
         """
@@ -69,15 +64,7 @@ class Clock:
 def until_blocked(
     ring: Sequence[Communicator], busy: Communicator | None = None
 ) -> list[Communicator]:
-    """Waits until each rank waits for a message that nobody has sent.
-
-    Args:
-      ring: all ranks.
-      busy: the rank that calls this, if one of the ring does.
-
-    Returns:
-      The other ranks.
-    """
+    """Waits until each rank, except a busy one, waits for a message that nobody has sent."""
     waiting = [each for each in ring if each is not busy]
     seen: list[list[Any]] = [[]]
 

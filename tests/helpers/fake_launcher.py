@@ -94,14 +94,13 @@ class FakeSelector:
 
 
 class World:
-    """One run of the launcher.
+    """One run of the launcher, with arguments of `launched`.
 
     Args:
       on_start: called with each started task; may raise OSError.
       on_end: called with each task when the launcher sees its end.
       on_signal: called with each signal before the launcher forwards it.
       on_wait: called when the launcher has nothing left to do but wait.
-      arguments: arguments of `launched`.
     """
 
     def __init__(
@@ -158,11 +157,7 @@ class World:
         os.write(self._writer, bytes([signum]))
 
     def resume(self, order: Callable[[list[Any]], list[Any]] = list) -> None:
-        """Runs the launcher until it waits again.
-
-        Args:
-          order: orders the events that the launcher sees at the same time.
-        """
+        """Runs the launcher until it waits again; `order` orders what it sees at the same time."""
         self._order = order
         self._launcher_turn.release()
         self._wait_for_turn()

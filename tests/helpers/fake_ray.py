@@ -21,11 +21,7 @@ class FakeSetupError(FakeRayError):
 
 
 class FakeHandle:
-    """The handle of an actor.
-
-    Args:
-      actor: the object.
-    """
+    """The handle of an actor."""
 
     def __init__(self, actor: object) -> None:
         self.error: FakeRayError | None = None  # of all further calls
@@ -51,11 +47,7 @@ class FakeHandle:
 
 
 class FakeRay:
-    """The functions of Ray that the launcher uses.
-
-    Args:
-      nodes: node of each bundle of a placement group, by its index.
-    """
+    """The functions of Ray that the launcher uses; each bundle of a group has a node."""
 
     exceptions = SimpleNamespace(
         RayError=FakeRayError,

@@ -27,13 +27,7 @@ VICTIM = 1
 
 
 class FaultRing:
-    """A ring whose ranks run tests/programs/ring_steps.py and connect at the same time.
-
-    Args:
-      processes: starts the ranks.
-      plan: the fault.
-      **environ: options of all ranks, in addition to SHORT.
-    """
+    """A ring whose ranks run tests/programs/ring_steps.py and connect at the same time."""
 
     def __init__(
         self, processes: RankProcesses, plan: FaultPlan | None = None, **environ: str

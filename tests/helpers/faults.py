@@ -41,7 +41,6 @@ class FaultPlan:
     """One fault.
 
     Args:
-      rank: rank with the fault.
       step: step of the communicator, from 0.
       point: point in the step; see the module.
       action: one of ACTIONS.

@@ -42,7 +42,6 @@ class ForkedProcess:
     """A program that the server has forked, with the methods of `subprocess.Popen` that tests use.
 
     Args:
-      command: program and arguments.
       status: descriptor from which the server's two lines can be read.
     """
 

@@ -24,10 +24,7 @@ class Halves:
     """Trains models of a program by name: in one process with the stock class, and on two ranks.
 
     Args:
-      directory: directory of variables, checkpoints and output.
       program: file below tests/programs that ends with `by_name.train_all`.
-      names: models to train.
-      steps: number of steps of each model.
       without_v2: trains with `tf.compat.v1.disable_v2_behavior()`.
     """
 

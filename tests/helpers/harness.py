@@ -115,7 +115,6 @@ def start_python(
     Args:
       ranks: number of ranks; 0 starts Python itself.
       without: regular expression of the names of variables that it does not inherit.
-      **environ: additional environment variables.
     """
     inherited = {k: v for k, v in os.environ.items() if not (without and re.match(without, k))}
     command = [sys.executable, *map(str, arguments)]
@@ -139,7 +138,6 @@ def run_python(
 
     Args:
       code: exit code that it must have; None for any.
-      limit_s: seconds in which it must end, on an idle machine.
     """
     with start_python(*arguments, **options) as process:
         try:

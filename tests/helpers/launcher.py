@@ -62,7 +62,6 @@ class Launcher:
           delay_s: seconds before the second attempt.
           preemption_s: seconds from a signal to SIGKILL.
           reader_timeout_s: seconds without a read before lines of output are dropped.
-          environ: additional environment variables.
         """
         code = f"""
             import sys

@@ -49,14 +49,10 @@ def run(
     code: int | None = 0,
     **env: str,
 ) -> Any:
-    """Starts a command with the mpirun of a launcher, and returns its result.
+    """Starts a command with the mpirun of one of `LAUNCHERS`, and returns its result.
 
     Args:
-      launcher: one of `LAUNCHERS`.
-      options: options of mpirun.
-      limit_s: seconds in which it must end, on an idle machine.
       code: exit code that it must have; None for any.
-      **env: additional environment variables.
     """
     result = subprocess.run(
         command_of(launcher, size, *command, options=options),

@@ -28,12 +28,10 @@ class Snippet:
     """One fence of a page.
 
     Args:
-      page: path of the page below the root.
       line: number of its first line.
       kind: `python` runs, or is written to a file if it has a title; `py` is a fragment; `console`
         shows commands and their output; `sh` and `bash` are commands that no test runs.
       title: name of a file, or what commands need that no test runs; empty without one.
-      body: the text.
     """
 
     page: str

@@ -26,8 +26,6 @@ class Rank:
 
     Args:
       name: its task, such as ``worker:1``.
-      process: the process.
-      log: file with its output.
     """
 
     name: str
@@ -78,7 +76,6 @@ class Ranks:
         Args:
           program: file below tests/programs, or an absolute path.
           task_arguments: additional arguments by task name.
-          environ: additional environment variables of all tasks.
           evaluators: number of evaluators that the cluster does not list.
           tasks: tasks to start; all by default.
           fresh: starts new interpreters instead of forks of a process that has imported
@@ -107,13 +104,10 @@ class Ranks:
         limit_s: float = 100.0,
         **options: Any,
     ) -> list[Rank]:
-        """Runs `program` on workers, and waits until all of them have ended.
+        """Runs what `start` starts on workers, and waits until all of them have ended.
 
         Args:
-          program: file below tests/programs, or an absolute path.
           codes: exit code of each, or one that all of them must have.
-          limit_s: seconds in which each must end, on an idle machine.
-          **options: those of `start`.
         """
         with reserved_addresses(size) as addresses:
             ranks = self.start(program, {"worker": addresses}, **options)

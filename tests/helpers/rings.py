@@ -246,8 +246,6 @@ class RankProcesses:
     """A ring of processes on reserved ports.
 
     Args:
-      addresses: the address of each rank.
-      directory: directory of their output.
       through: command that starts each rank, if necessary; see `RankProcess`.
     """
 
@@ -275,9 +273,7 @@ class RankProcesses:
         """Starts one rank.
 
         Args:
-          script: Python source.
           jobs: "cluster" of its TF_CONFIG, if it differs from the other ranks.
-          **environ: additional environment variables.
         """
         type_, index = task_of(rank)
         limit_s = str(deadline_s(DEADLINE_S / 2))

@@ -45,7 +45,6 @@ class Trainings:
     """Trains many models, all of a rank in one process.
 
     Args:
-      directory: directory of variables, checkpoints and output.
       runs: settings of the trainings, by number of ranks and name.
     """
 

@@ -39,11 +39,7 @@ if ALONE:
 
 
 class Outcome(tf.estimator.SessionRunHook):
-    """Counts steps, and writes all variables of this rank at the end.
-
-    Args:
-      path: file for the variables.
-    """
+    """Counts steps, and writes all variables of this rank to a file at the end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,10 +65,7 @@ class Training:
     """The training of one model.
 
     Args:
-      name: name of the model.
-      directory: directory of its outcome and checkpoints.
       strategy: strategy of the ranks; None trains with the stock class.
-      steps: number of steps.
       outcome: hook that every training of the model gets.
     """
 
@@ -165,12 +158,7 @@ def train_all(
     models: dict[str, Callable[[Training], None]],
     make_strategy: Callable[[], Any] = estimator_ext.HostOffloadStrategy,
 ) -> None:
-    """Trains the models in the first argument of the program, in that order.
-
-    Args:
-      models: functions that train a model, by name.
-      make_strategy: returns the strategy of the ranks.
-    """
+    """Trains the models in the first argument of the program, in that order."""
     settings = json.loads(sys.argv[1])
     strategy = None if ALONE else make_strategy()
     for name in settings["names"]:

@@ -30,9 +30,6 @@ class Case:
     """One call and its results.
 
     Args:
-      name: name of the call.
-      inputs: the arrays of this rank.
-      call: makes the call with tensors and its name.
       expected: the results, computed with numpy; one of them needs no list.
       gradient: gradient of the sum of the results, weighted with 1, 2, 3, ..., with respect to
         the first input; None is not compared.

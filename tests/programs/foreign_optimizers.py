@@ -16,7 +16,6 @@ class _WithMoments(v1.train.Optimizer):
     """Keeps two moments of each gradient in its own variables.
 
     Args:
-      learning_rate: number or tensor.
       weight_decay: fraction of a weight that is added to its change.
       exclude: regular expressions of names of weights that do not decay.
     """

@@ -38,7 +38,6 @@ class Model:
     """The regression, in float64 so that rounding hides no error.
 
     Args:
-      features: features of this process.
       batch: number of examples in a batch, which the program knows.
     """
 
@@ -449,13 +448,7 @@ PIPELINES = [*OF_RANKS, *OF_ALL]
 
 @dataclass(frozen=True)
 class Program:
-    """One program.
-
-    Args:
-      loss: name of its loss.
-      update: name of its update.
-      pipeline: name of its pipeline.
-    """
+    """One program, by the names of its loss, its update and its pipeline."""
 
     loss: str
     update: str
@@ -492,12 +485,7 @@ PROGRAMS = [Program(*names) for names in itertools.product(LOSSES, [*UPDATES, *O
 
 
 def chosen(seed: int, count: int) -> list[Program]:
-    """Returns programs at random: each loss and each update is in some of them.
-
-    Args:
-      seed: seed of the choice.
-      count: number of programs.
-    """
+    """Returns programs at random: each loss and each update is in some of them."""
     generator = random.Random(seed)
 
     def endless(names: Sequence[str]) -> Any:

@@ -34,7 +34,6 @@ class Case:
     """One row of the table.
 
     Args:
-      name: name in tests.
       build: returns the train_op or the spec of a model.
       input_fn: input_fn on ranks and in one process; by default half of each batch, or all of it.
       refused: words of the expected ConfigError; empty for none.
@@ -54,7 +53,6 @@ class Model:
     """The regression, in float64 so that rounding hides no error.
 
     Args:
-      features: features of this rank.
       rank: this rank, or "alone".
     """
 

@@ -38,7 +38,6 @@ class Kind:
     """One row of the table.
 
     Args:
-      name: name in tests.
       expected: result of two ranks. "mean": the same bits, equal to one process on the full
         batch. "sum": equal to one process whose loss is multiplied by the number of ranks.
         "alike": the same bits, but not those of one process; see the note. "refused: WORD;
@@ -49,8 +48,6 @@ class Kind:
       note: reason if the result is neither "mean" nor "refused".
       sparse: adds an embedding with a sparse gradient.
       per_rank: names of variables that may differ between ranks.
-      dtype: dtype of the model.
-      options: options of the strategy.
     """
 
     name: str
@@ -67,8 +64,6 @@ class Model:
     """The regression. It uses float64 if the optimizer can, so that rounding hides no error.
 
     Args:
-      features: features of this rank.
-      kind: kind of update.
       alone: True in one process on the full batch.
     """
 

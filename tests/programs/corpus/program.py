@@ -16,9 +16,7 @@ class Program:
         the traits of published ones.
       command: a script of this directory, or "-m" and a module, and its arguments. {model_dir},
         {batch_size}, {steps}, {data}, {examples} and {directory} are replaced.
-      licence: licence of the source.
       models: the models that it trains, which count as programs of their own.
-      options: options of `python -m estimator_ext`.
       prepare: commands of Python that write its data to {data}, once for all programs.
       batch_size: batch size of all ranks.
       is_global: the batch size of the command is that of all ranks, as for a TPUEstimator.

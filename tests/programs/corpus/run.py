@@ -47,10 +47,6 @@ MOVED = 1e-3  # a variable that trains changes more than this, or by the toleran
 def measure(program: Program, scratch: Path) -> dict[str, Any]:
     """Runs a program alone and on two ranks.
 
-    Args:
-      program: the program.
-      scratch: directory of data and checkpoints.
-
     Returns:
       Its "alone" and "ranks" ("trained", "refused" or "failed"), the "words" that explain it,
       the "seconds" of both runs, and "models": for each, the number of "steps", whether the ranks
