@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from types import ModuleType
 
@@ -64,16 +64,15 @@ def is_in_tensorflow_1(name: str) -> bool:
 
 def file_of_module(name: str) -> str:
     """Returns the file that `python -m` runs, without importing packages; "" if there is none."""
-    path: Iterable[str] | None = [os.getcwd(), *sys.path]
-    spec = None
+    path: list[str] | None = [os.getcwd(), *sys.path]
     for part in [*name.split("."), "__main__"]:
-        if path is None:  # the module was no package
-            break
-        spec = PathFinder.find_spec(part, list(path))
+        spec = PathFinder.find_spec(part, path)
         if spec is None:
             return ""
         path = spec.submodule_search_locations
-    return (spec.origin if spec else None) or ""
+        if path is None:  # it is no package
+            break
+    return spec.origin or ""
 
 
 def _is_only_in_tensorflow_1(name: str) -> bool:
