@@ -28,19 +28,10 @@ def speeds(device: str, copy_bytes: int = _COPY_BYTES) -> dict[str, float]:
         config.gpu_options.allow_growth = True
         config.gpu_options.force_gpu_compatible = memory == "pinned"
         with tf.Graph().as_default(), v1.Session(config=config) as session:
-            variables: list[tf.Variable] = []
-            for each in (HOST_DEVICE, device):
-                with tf.device(each):
-                    variables.append(
-                        v1.get_variable(
-                            f"bus_{len(variables)}",
-                            [copy_bytes // 4],
-                            initializer=v1.zeros_initializer(),
-                            use_resource=True,
-                        )
-                    )
-            host, there = variables
+            with tf.device(HOST_DEVICE):
+                host = tf.Variable(tf.zeros([copy_bytes // 4]))
             with tf.device(device):
+                there = tf.Variable(tf.zeros([copy_bytes // 4]))
                 to = there.assign(host.read_value(), read_value=False)
             with tf.device(HOST_DEVICE):
                 back = host.assign(there.read_value(), read_value=False)
