@@ -107,8 +107,7 @@ class GradientReduction:
         if ring.size > 1 and gradients:
             gradients = self._sum(ring, gradients, names)
         else:  # the same norm as with several ranks, which sum rows before they travel
-            sparse = [isinstance(each, tf.IndexedSlices) for each in gradients]
-            gradients = [sum_rows(g) if s else g for g, s in zip(gradients, sparse)]
+            gradients = [sum_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         return [map_values(lambda value: scale(value, factor), each) for each in gradients]
 
     def _sum(self, ring: ProcessRing, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
@@ -240,7 +239,11 @@ class GradientGroup(Reducers):
         details = {} if bucket is None else {"bucket": bucket}
         channel = self.communicator.name
         self._named.joining.begin(channel, _name_of_call(bucket), lambda: details)
-        self._check()
+        self._named.check_open()
+        with self._lock:
+            if not self._is_checked:
+                self.communicator.check_same(_without_model_name(self._table), f"the {channel}")
+                self._is_checked = True
 
     def end(self, bucket: int | None) -> None:
         """Notes the end of a call."""
@@ -257,15 +260,6 @@ class GradientGroup(Reducers):
         else:
             self.launch(bucket, self.buckets.zeros(bucket))
             self.wait(bucket)
-
-    def _check(self) -> None:
-        """Compares the gradients of all ranks, in the first step."""
-        self._named.check_open()
-        with self._lock:
-            if not self._is_checked:
-                table = _without_model_name(self._table)
-                self.communicator.check_same(table, f"the {self.communicator.name}")
-                self._is_checked = True
 
     def refuse(self, reason: str) -> None:
         """Counts a step that this rank refuses, and tells ranks that wait for it."""

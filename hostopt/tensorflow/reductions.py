@@ -285,7 +285,7 @@ class Reducers:
         name, channel = f"launch_{number}", self.buckets.communicator
         call = abort_on_error(channel, self._weighted(launch))
         (token,) = in_order(  # [G3] runs when the last gradient of the bucket is received
-            _order(channel, name),
+            f"channel {channel.channel}: {name}",
             lambda *arrays: call_python(call, arrays, [tf.int32], name),
             [*values, *self._weights],
             [tf.int32],
@@ -302,8 +302,8 @@ class Reducers:
             name, inputs, call = f"wait_{number}", [launch], lambda _: self.wait(number)
         channel = self.buckets.communicator
         dtypes = [each.dtype for each in values]
-        call = abort_on_error(channel, call)
-        return call_in_background(call, inputs, dtypes, name, _order(channel, name))
+        call, order = abort_on_error(channel, call), f"channel {channel.channel}: {name}"
+        return call_in_background(call, inputs, dtypes, name, order)
 
     @property
     def _weights(self) -> list[tf.Tensor]:
@@ -370,11 +370,6 @@ def _receive_on_host(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """[G2] Receives each gradient on the host, as soon as it is computed."""
     with tf.device(HOST_DEVICE):
         return [tf.identity(tensor) for tensor in tensors]
-
-
-def _order(channel: Communicator, call: str) -> str:
-    """Returns the key of the operations that make the same call of a reducer in each step."""
-    return f"channel {channel.channel}: {call}"
 
 
 def _join(kind: Sequence[Reduction]) -> Rows:
