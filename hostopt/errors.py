@@ -187,14 +187,10 @@ def cut(text: str, max_bytes: int) -> str:
 
 
 def error_from_dict(value: Any) -> HostOptError:
-    """Converts the result of `error_to_dict` on another rank back to an error.
+    """Converts the result of `error_to_dict` on another rank back to an error of the same class.
 
-    Returns:
-      An error of the same class, message and attributes. An unknown class becomes HostOptError,
-      and attributes of a wrong type become None.
-
-    Raises:
-      ValueError: the value has no class name, message or attributes.
+    An unknown class becomes HostOptError, and attributes of a wrong type become None. Raises
+    ValueError if the value has no class name, message or attributes.
     """
     parts = value if isinstance(value, dict) else {}
     kind, message, attributes = (parts.get(key) for key in ("kind", "message", "facts"))

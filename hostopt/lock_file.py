@@ -73,14 +73,9 @@ _mutex = threading.RLock()
 def acquire(path: str) -> bool:
     """Locks a file and writes this process to it; a process may do so several times.
 
-    Args:
-      path: path of the file without symbolic links. The file is created if it does not exist.
-
-    Returns:
-      True if this process holds the lock now, False if another process does.
-
-    Raises:
-      OSError: the file cannot be written. If errno is in NO_LOCKS, it cannot be locked.
+    The path is without symbolic links. The file is created if it does not exist. Returns False if
+    another process holds the lock. Raises OSError if the file cannot be written; if its errno is
+    in NO_LOCKS, the file cannot be locked.
     """
     with _mutex:
         if path in _held:

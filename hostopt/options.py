@@ -181,11 +181,7 @@ class Options:
 
 
 def shown(value: object) -> str:
-    """Returns text for a user's value in an error.
-
-    Returns:
-      Its `repr`, truncated to 200 characters; its type if `repr` fails, as for huge integers.
-    """
+    """Returns a user's value for an error: its `repr`, cut; or its type, if that fails."""
     try:
         text = repr(value)
     except Exception:

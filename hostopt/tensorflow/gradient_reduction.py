@@ -214,11 +214,8 @@ _OPTIONS = "options"
 class GradientGroup(Reducers):
     """Sums of dense and sparse gradients over the ranks.
 
-    All ranks must run the operations of a group in the same steps.
-
-    Args:
-      table: describes the gradients and the options.
-      *fields: of `Reducers`; the communicator is of this group alone, and its name describes it.
+    All ranks must run the operations of a group in the same steps. `table` describes the gradients
+    and the options. The communicator is of this group alone, and its name describes it.
     """
 
     def __init__(self, named: NamedCollectives, table: dict[str, str], *fields: Any) -> None:

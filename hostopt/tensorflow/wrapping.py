@@ -114,8 +114,7 @@ class LocalSources:
     ) -> list[Any]:
         """Reduces all other gradients over the ranks.
 
-        Args:
-          use_generic_names: True names the gradients by their position instead of their variable.
+        With `use_generic_names`, gradients are named by their position instead of their variable.
         """
         shared = [i for i, source in enumerate(sources) if source not in self]
         variables = [None if use_generic_names else sources[i] for i in shared]
