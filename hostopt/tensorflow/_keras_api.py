@@ -159,9 +159,7 @@ class BroadcastGlobalVariablesCallback:
         super().__init__()
         refuse_device(device)
         self._root_rank = root_rank
-        if local_variables is not None and not isinstance(local_variables, (list, tuple)):
-            local_variables = [local_variables]
-        self._local_variables = list(local_variables or [])
+        self._local_variables = [] if local_variables is None else tf.nest.flatten(local_variables)
         self._is_done = False
 
     def register_local_var(self, var: Any) -> None:
@@ -171,7 +169,16 @@ class BroadcastGlobalVariablesCallback:
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts the variables if every rank has them already."""
         del logs
-        _check_execution(self.model)
+        if not tf.executing_eagerly():
+            raise ConfigError(
+                "eager execution is disabled, and the callbacks for Keras need it. Enable it, or "
+                "use BroadcastGlobalVariablesHook in a session"
+            )
+        if self.model.jit_compile:
+            raise ConfigError(
+                "the model is compiled by XLA, which cannot compile reductions over ranks. Call "
+                "model.compile with jit_compile=False"
+            )
         if not self._is_done and all(allgather_object(_is_built(self.model), name="models built")):
             self._broadcast()
 
@@ -214,20 +221,6 @@ class MetricAverageCallback:
         for name in own:
             average = np.mean([each[name] for each in gathered], axis=0)
             logs[name] = float(average) if average.ndim == 0 else average
-
-
-def _check_execution(model: Any) -> None:
-    """Raises ConfigError if reductions cannot be a part of the training step of a model."""
-    if not tf.executing_eagerly():
-        raise ConfigError(
-            "eager execution is disabled, and the callbacks for Keras need it. Enable it, or use "
-            "BroadcastGlobalVariablesHook in a session"
-        )
-    if model.jit_compile:
-        raise ConfigError(
-            "the model is compiled by XLA, which cannot compile reductions over ranks. Call "
-            "model.compile with jit_compile=False"
-        )
 
 
 def _is_built(model: Any) -> bool:

@@ -351,19 +351,16 @@ def alltoall(
         if splits is None:
             split_sizes = tf.fill([ring.size], tf.shape(tensor)[0] // ring.size)
         else:
-            split_sizes = _split_sizes(splits, ring.size)
+            splits = tf.convert_to_tensor(splits)
+            if not splits.dtype.is_integer or splits.shape.rank not in (None, 1):
+                raise ConfigError(
+                    f"alltoall has splits of dtype {splits.dtype.name} and shape {splits.shape}, "
+                    f"wanted integers of shape [{ring.size}]. Give the number of rows for each "
+                    "rank"
+                )
+            split_sizes = tf.cast(splits, tf.int32)
         result, received = _exchange(ring, tensor, split_sizes, name)
         return result if splits is None else (result, received)
-
-
-def _split_sizes(splits: Any, size: int) -> tf.Tensor:
-    splits = tf.convert_to_tensor(splits)
-    if not splits.dtype.is_integer or splits.shape.rank not in (None, 1):
-        raise ConfigError(
-            f"alltoall has splits of dtype {splits.dtype.name} and shape {splits.shape}, wanted "
-            f"integers of shape [{size}]. Give the number of rows for each rank"
-        )
-    return tf.cast(splits, tf.int32)
 
 
 def _exchange(ring: ProcessRing, tensor: tf.Tensor, split_sizes: tf.Tensor, name: str) -> Any:

@@ -187,12 +187,8 @@ def overlap(tensor: tf.Tensor) -> tf.Tensor:
     Args:
       tensor: output of a layer, for example.
     """
-    return _split_clusters(tensor)
-
-
-@tf.custom_gradient
-def _split_clusters(tensor: tf.Tensor) -> Any:
-    return _outside_clusters(tensor), _outside_clusters
+    split = tf.custom_gradient(lambda each: (_outside_clusters(each), _outside_clusters))
+    return split(tensor)
 
 
 def _outside_clusters(tensor: Any) -> tf.Tensor:

@@ -287,7 +287,13 @@ def _apply_sums(self: Any, pairs: list[Any], *args: Any, **kwargs: Any) -> Any:
     is_v1 = isinstance(self, tf.compat.v1.train.Optimizer)
     is_reduced = False
     if is_v1:
-        _check_unchanged(self, pairs)
+        computed = vars(self).get("_hostopt_unreduced", [])
+        if not all(any(each is own for own in computed) for each, _ in pairs):
+            raise ConfigError(
+                f"backward_passes_per_step is {self._hostopt_steps}, and gradients are changed "
+                "between compute_gradients and apply_gradients, before the ranks reduce them. Use "
+                "backward_passes_per_step=1"
+            )
     elif _is_told_not_to(plain_apply, pairs, *args, **kwargs):
         is_reduced = not _unreduced(self, pairs, is_told_not_to=True)
     else:
@@ -304,16 +310,6 @@ def _apply_sums(self: Any, pairs: list[Any], *args: Any, **kwargs: Any) -> Any:
 
     steps = _global_step(*args, **kwargs) if is_v1 else _iterations(self)
     return _accumulate(self, pairs, apply, steps)
-
-
-def _check_unchanged(self: Any, pairs: list[Any]) -> None:
-    computed = vars(self).get("_hostopt_unreduced", [])
-    if not all(any(each is own for own in computed) for each, _ in pairs):
-        raise ConfigError(
-            f"backward_passes_per_step is {self._hostopt_steps}, and gradients are changed "
-            "between compute_gradients and apply_gradients, before the ranks reduce them. Use "
-            "backward_passes_per_step=1"
-        )
 
 
 def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
