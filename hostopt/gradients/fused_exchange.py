@@ -150,26 +150,19 @@ class FusedExchange:
             self.stats.launched(0, begin_s)
             dense, rows = self._buffer.weighted(dense, rows, weight)
             packed = self._buffer.pack(side_value, dense, rows)
-            buffers = self.communicator.all_gather_bytes(packed)
+            communicator = self.communicator
+            buffers = communicator.all_gather_bytes(packed)
             end_s = time.monotonic()
             self.stats.ring(0, begin_s, end_s)
             self.stats.waited(0, begin_s, end_s)
             result = self._buffer.combine([np.frombuffer(each, np.uint8) for each in buffers])
-            self._check(dense, rows, result)
+            self.nonfinite_check.check(
+                CollectiveCall(communicator.channel, next(self._steps), name=communicator.name),
+                result.is_finite,
+                lambda: self._buffer.find_nonfinite(dense, rows),
+                lambda: self._buffer.find_nonfinite(result.arrays, result.rows),
+            )
             return result
-
-    def _check(self, dense: Sequence[Array], rows: Sequence[Rows], result: Combined) -> None:
-        communicator = self.communicator
-        self.nonfinite_check.check(
-            CollectiveCall(communicator.channel, next(self._steps), name=communicator.name),
-            result.is_finite,
-            lambda: self._find_nonfinite(dense, rows),
-            lambda: self._find_nonfinite(result.arrays, result.rows),
-        )
-
-    def _find_nonfinite(self, dense: Sequence[Array], rows: Sequence[Rows]) -> dict[str, str]:
-        gradients = self._buffer.gradients_by_name(dense, rows)
-        return find_nonfinite(list(gradients), list(gradients.values()))
 
 
 class ExchangeBuffer:
@@ -246,13 +239,13 @@ class ExchangeBuffer:
             result.is_finite = all_finite(result.rows[-1].values) and result.is_finite
         return result
 
-    def gradients_by_name(self, dense: Sequence[Array], rows: Sequence[Rows]) -> dict[str, Array]:
-        """Returns the values of each gradient, by name of its variable."""
+    def find_nonfinite(self, dense: Sequence[Array], rows: Sequence[Rows]) -> dict[str, str]:
+        """Returns "NaN" or "Inf" by name of its variable, for each gradient that holds one."""
         named = {v.spec.name: a for v, a in zip(self._dense, dense) if v.is_gradient}
         for tables, each in zip(self.kinds, rows):
             parts = np.split(each.values, np.cumsum(each.counts)[:-1])
             named.update((self._tables[table].name, part) for table, part in zip(tables, parts))
-        return named
+        return find_nonfinite(list(named), list(named.values()))
 
     def _keys(self, tables: Sequence[int], rows: Rows) -> Array:
         indices = rows.indices
