@@ -6,10 +6,9 @@ from typing import Any
 
 from hostopt.options import Options
 from hostopt.transport.grpc import limits
-from hostopt.transport.grpc.authentication import Authenticator, claim_of, read_metadata
 from hostopt.transport.grpc.ring import INCARNATION, Ring, Timing
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.security import Identity, Tls
+from hostopt.transport.security import Authenticator, Identity, Tls, claim_of, read_metadata
 
 # Minimum time for an attempt to connect with TLS, whose handshake takes several round trips. gRPC
 # uses the first of two equal options.

@@ -15,7 +15,6 @@ from hostopt.transport import event_loop
 from hostopt.transport.addresses import listens
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc import ring as ring_
-from hostopt.transport.grpc.authentication import Authenticator
 from hostopt.transport.grpc.client import (
     HANDSHAKE_TIME,
     RpcClient,
@@ -28,7 +27,7 @@ from hostopt.transport.grpc.ring import Ring
 from hostopt.transport.grpc.runtime import grpc, keep_aio_running
 from hostopt.transport.grpc.server import OBSERVE
 from hostopt.transport.overview import Details, printable
-from hostopt.transport.security import Identity, Security, probe
+from hostopt.transport.security import Authenticator, Identity, Security, probe
 
 _MAX_RANKS = 4096
 # Time to wait for the answer; longer than the rank waits for its peers.

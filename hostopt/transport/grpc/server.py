@@ -14,17 +14,17 @@ from hostopt.process import descriptors
 from hostopt.transport import server_sockets
 from hostopt.transport.addresses import listen_address
 from hostopt.transport.grpc import limits
-from hostopt.transport.grpc.authentication import (
+from hostopt.transport.grpc.client import message_options
+from hostopt.transport.grpc.ring import Ring, Timing
+from hostopt.transport.grpc.runtime import grpc, keep_aio_running
+from hostopt.transport.grpc.strangers import Strangers
+from hostopt.transport.security import (
     MAX_RANK_DIGITS,
     Authenticator,
     Caller,
     claim_of,
     read_metadata,
 )
-from hostopt.transport.grpc.client import message_options
-from hostopt.transport.grpc.ring import Ring, Timing
-from hostopt.transport.grpc.runtime import grpc, keep_aio_running
-from hostopt.transport.grpc.strangers import Strangers
 
 _log = logging.getLogger(__name__)
 

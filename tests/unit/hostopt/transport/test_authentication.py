@@ -8,9 +8,8 @@ import pytest
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.options import Options
-from hostopt.transport.grpc.authentication import Authenticator, claim_of
 from hostopt.transport.grpc.ring import DEFAULT, Peers, Ring
-from hostopt.transport.security import Identity, Security
+from hostopt.transport.security import Authenticator, Identity, Security, claim_of
 
 JOBS = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
 TOKEN, OTHER_TOKEN = "flour", "water"
