@@ -90,10 +90,7 @@ class Channel:
         self.transport.call_log.record(*call[:3], call.signature)
 
     def refuse(self, reason: str) -> None:
-        """Counts a call that this rank does not make, and tells ranks that wait for it.
-
-        `reason` tells which call is refused, why, and what to do.
-        """
+        """Counts a call that this rank does not make, and tells ranks that wait for it why."""
         call = self.next_call()
         self.transport.call_log.refuse(call.channel, call.step, reason)
 

@@ -107,11 +107,7 @@ class Transport(abc.ABC):
         return 0.0
 
     def open_channel(self, name: str) -> int:
-        """Returns the number of a new channel: 31 bits, never 0, the same on all ranks.
-
-        It does not depend on the order of other names. All ranks open the channels of one name in
-        the same order.
-        """
+        """Returns a new channel's number, the same on all ranks; see `Communicator.duplicate`."""
         with self._opening:
             self._duplicates[name] += 1
             full_name = f"{name} ({self._duplicates[name]})"
