@@ -65,7 +65,7 @@ from estimator_ext.estimator.progress import (
 )
 from estimator_ext.graphs.fingerprint import Updates, read_updates
 from estimator_ext.graphs.global_step import read_before_changes
-from estimator_ext.input.positions import BatchCounter
+from estimator_ext.input.positions import BatchPosition
 from estimator_ext.input.state import (
     KINDS,
     InputStateHook,
@@ -144,12 +144,14 @@ class TrainingGraph:
         The stack receives the scopes of the savers and of the data workers, as long as it trains.
         """
         graph = tf.compat.v1.get_default_graph()
-        inputs = build_input(self.strategy, self.reduction, self.config, functions, stack)
+        separate = self._communicator.duplicate("the data")
+        inputs = build_input(
+            self.strategy, self.reduction, self.config, functions, separate, stack
+        )
         data = set(graph.get_operations())
         guard = SessionGuardHook(data, self.strategy.options.collective_timeout_s)  # [K1]
-        separate = self._communicator.duplicate("the data")
         states = self.input_states = InputStates(
-            separate, lambda: guard.data_have_ended, inputs.has_next, inputs.counter
+            separate, lambda: guard.data_have_ended, inputs.has_next, inputs.batches
         )
         self.global_step = functions.create_global_step(graph)
         graph.watch(self.reduction, data, self.strategy.extended.loss_is)
@@ -381,7 +383,7 @@ class TrainingInput(NamedTuple):
     labels: Any
     hooks: list[Any]  # that initialize the iterators
     has_next: tf.Tensor  # of bool, reads a batch; False or OutOfRangeError if the data have ended
-    counter: BatchCounter | None  # None if the batches are not counted
+    batches: BatchPosition | None  # None if the batches are not counted
 
 
 def build_input(
@@ -389,6 +391,7 @@ def build_input(
     reduction: GradientReduction,
     config: Any,
     functions: ModelFunctions,
+    separate: hostopt.Communicator,
     stack: contextlib.ExitStack,
 ) -> TrainingInput:
     """Builds the input of a training step, with its accumulation and weights. Collective.
@@ -398,7 +401,7 @@ def build_input(
     communicator = strategy.communicator
     kind = options_of(config).resume_data
     communicator.check_same({"resume_data": repr(kind)}, "the configurations of the ranks")
-    counter = None if kind == KINDS[0] else BatchCounter()
+    batches = None if kind == KINDS[0] else BatchPosition(separate)
     service = stack.enter_context(data_service(strategy, config))
     if service is None:
         stack.enter_context(few_files_refused())
@@ -407,7 +410,7 @@ def build_input(
         context = tf.distribute.InputContext(1, 0, strategy.num_replicas_in_sync)
         data = functions.call_input_fn(context)
     if communicator.rank == 0:
-        log_limits(data, communicator.size, is_counted=counter is not None)
+        log_limits(data, communicator.size, is_counted=batches is not None)
     micro_batches = options_of(config).accumulate_steps
     needs = Needs(weights=False, join=False)
     if communicator.size > 1 and not reduction.is_local:
@@ -423,8 +426,8 @@ def build_input(
         batch, is_new, hooks = _tf_estimator.parse_input_fn_result(repeat_last_batch(data))
     else:
         *batch, hooks = _tf_estimator.parse_input_fn_result(data)
-    if counter is not None:
-        batch, is_new = counter.counted((batch, is_new), is_new)
+    if batches is not None:
+        batch, is_new = batches.counted((batch, is_new), is_new)
     counts = count_examples(batch, is_new) if needs.weights else []
     if micro_batches > 1:
         accumulation = reduction.accumulation = Accumulation(micro_batches, *counts[:1])
@@ -438,7 +441,7 @@ def build_input(
                 batch = tf.nest.map_structure(tf.identity, batch)
     features, labels, _ = _tf_estimator.parse_input_fn_result(batch)
     more = is_new if needs.join else has_next((features, labels))
-    return TrainingInput(features, labels, [*watch, *hooks], more, counter)
+    return TrainingInput(features, labels, [*watch, *hooks], more, batches)
 
 
 def _share_of_rank(strategy: HostOffloadStrategy, config: Any, functions: ModelFunctions) -> Any:

@@ -210,21 +210,29 @@ def _nodes_of(iterator: tf.Operation) -> list[Any]:
 # -- positions as numbers of batches ----------------------------------------------------------
 
 
-class BatchCounter:
-    """Counts the batches that this rank reads.
+class BatchPosition:
+    """The number of batches that this rank has read, which it counts.
 
-    Attributes:
-      count: number of batches.
-      read: scalar of bool that reads and counts a batch; False, or an OutOfRangeError, means that
-        the data have ended.
+    Args:
+      communicator: for the input alone (a `duplicate`).
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.read: Any = None
-        self._sample: tuple[Any, ...] = ()
+    kind = "skip"  # value of `RunConfig.resume_data`
 
-    def counted(self, batch: Any, is_new: Any = True) -> Any:
+    def __init__(self, communicator: hostopt.Communicator) -> None:
+        self._communicator = communicator
+        options = communicator.transport.options
+        # no rank waits for another one so long that it warns
+        self._round_s = min(
+            _ROUND_S, options.stall_warning_s / 2, options.collective_timeout_s / 2
+        )
+        self._count = 0
+        self._sample: tuple[Any, ...] = ()  # of the last batch
+        # scalar of bool; False, or an OutOfRangeError, means that the data have ended
+        self._read: Any = None
+        self._loaded: dict[str, Any] = {}
+
+    def counted(self, batch: Any, is_new: Any) -> Any:
         """Adds counting to a batch of a graph, tensors in any structure.
 
         A step that uses one of them reads all. If `is_new`, a scalar of bool, is False, the batch
@@ -235,41 +243,21 @@ class BatchCounter:
         with tf.device(HOST_DEVICE), tf.name_scope("batch_counter"):
             samples = samples_of(tensors)
             with tf.control_dependencies(tensors):
-                (self.read,) = call_python(self._note, [is_new, *samples], [tf.bool])
-            self.read.set_shape([])
-            with tf.control_dependencies([self.read]):
+                (self._read,) = call_python(self._note, [is_new, *samples], [tf.bool])
+            self._read.set_shape([])
+            with tf.control_dependencies([self._read]):
                 values = [tf.identity(each) if tf.is_tensor(each) else each for each in values]
         return tf.nest.pack_sequence_as(batch, values, expand_composites=True)
 
     def _note(self, is_new: Any, *sample: Any) -> list[Any]:
         if is_new:
-            self.count += 1
+            self._count += 1
             self._sample = sample
         return [is_new]
 
-    def checksum(self) -> int:
-        """Returns a CRC-32 of the beginning of the last batch; 0 if there is none."""
-        return checksum(self._sample)
-
-
-class BatchPosition:
-    """The number of batches that a rank has read."""
-
-    kind = "skip"  # value of `RunConfig.resume_data`
-
-    def __init__(self, communicator: hostopt.Communicator, counter: BatchCounter) -> None:
-        self._communicator = communicator
-        self._counter = counter
-        options = communicator.transport.options
-        # no rank waits for another one so long that it warns
-        self._round_s = min(
-            _ROUND_S, options.stall_warning_s / 2, options.collective_timeout_s / 2
-        )
-        self._loaded: dict[str, Any] = {}
-
     def save(self, session: tf.compat.v1.Session) -> Packed:
         """Returns the position, with the attributes "batches" and "checksum"."""
-        return Packed({"batches": self._counter.count, "checksum": self._counter.checksum()}, [])
+        return Packed({"batches": self._count, "checksum": checksum(self._sample)}, [])
 
     def load(self, session: tf.compat.v1.Session, packed: Packed | None) -> bool:
         """Loads a saved position; returns False, as it does not show if the data had ended."""
@@ -282,7 +270,7 @@ class BatchPosition:
         Collective: all ranks must call it. They exchange their progress every few seconds, so a
         rank that skips more than the others does not exceed their timeout.
         """
-        rank, counter = self._communicator.rank, self._counter
+        rank = self._communicator.rank
         wanted = 0 if from_start else self._loaded.get("batches", 0)
         if wanted:
             _log.info("rank %d skips the %s batches that it read before", rank, f"{wanted:,}")
@@ -292,12 +280,12 @@ class BatchPosition:
         while True:
             self._skip(read, wanted)
             left = self._communicator.all_gather(
-                np.array(max(0, wanted - counter.count)), "the number of batches to skip"
+                np.array(max(0, wanted - self._count)), "the number of batches to skip"
             )
             if not left.any():
                 break
             if left[rank]:
-                counts = f"{counter.count:,} of {wanted:,}"
+                counts = f"{self._count:,} of {wanted:,}"
                 _log.info("rank %d: skipped %s batches", rank, counts)
         if wanted:
             took_s = time.monotonic() - began_s
@@ -306,12 +294,12 @@ class BatchPosition:
 
     def _reader(self, session: tf.compat.v1.Session) -> Callable[[], Any]:
         allowed = allowed_reads(session.graph)
-        call = session.make_callable(self._counter.read, [*allowed])
+        call = session.make_callable(self._read, [*allowed])
         return lambda: call(*allowed.values())
 
     def _skip(self, read: Callable[[], Any], wanted: int) -> None:
         until_s = time.monotonic() + self._round_s
-        while self._counter.count < wanted and time.monotonic() < until_s:
+        while self._count < wanted and time.monotonic() < until_s:
             try:
                 has_data = read()
             except tf.errors.OutOfRangeError:
@@ -320,7 +308,7 @@ class BatchPosition:
                 raise self._too_few(wanted)
 
     def _too_few(self, wanted: int) -> hostopt.CheckpointError:
-        rank, found = self._communicator.rank, self._counter.count
+        rank, found = self._communicator.rank, self._count
         return hostopt.CheckpointError(
             f"rank {rank} has {found} batches, wanted the {wanted} that it read before the "
             "checkpoint: resume_data is 'skip', and input_fn returns other data than then. Make "
@@ -330,7 +318,7 @@ class BatchPosition:
         )
 
     def _check_sample(self) -> None:
-        if self._counter.checksum() != self._loaded["checksum"]:
+        if checksum(self._sample) != self._loaded["checksum"]:
             _log.warning(
                 "rank %d: the last of the skipped batches is not the one that was read before the "
                 "checkpoint, so the training does not resume exactly. With resume_data='skip' "

@@ -31,7 +31,6 @@ from estimator_ext.checkpoints.reading import read_step
 from estimator_ext.graphs.global_step import read_global_step
 from estimator_ext.graphs.walks import ancestors
 from estimator_ext.input.positions import (
-    BatchCounter,
     BatchPosition,
     IteratorPosition,
     fingerprint,
@@ -58,16 +57,14 @@ class InputStates:
     communicator: hostopt.Communicator  # for this object alone (a `duplicate`)
     data_have_ended: Callable[[], bool]
     more: tf.Tensor  # reads a batch; False or an OutOfRangeError means that the data have ended
-    # of batches, to skip them after a restart; None to save the states of the iterators
-    counter: BatchCounter | None = None
+    # if a restarted process skips batches; None to save the states of the iterators
+    batches: BatchPosition | None = None
 
     def __post_init__(self) -> None:
         iterators = list(tf.compat.v1.get_collection(GLOBAL_ITERATORS))
-        self._position: IteratorPosition | BatchPosition
-        if self.counter is None:
-            self._position = IteratorPosition(self.communicator.rank, iterators, self.more)
-        else:
-            self._position = BatchPosition(self.communicator, self.counter)
+        self._position: IteratorPosition | BatchPosition = self.batches or IteratorPosition(
+            self.communicator.rank, iterators, self.more
+        )
         self._pipelines = [fingerprint(iterator.op) for iterator in iterators]
         self._has_begun = False
         self._collected: list[bytes] = []
