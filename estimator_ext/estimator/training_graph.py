@@ -18,7 +18,7 @@ others; the other ranks have no chief's hooks.
     [K8] hooks of `train`, NaN, logging     [K8] hooks of `train`, NaN, logging
     [K9] training hooks of the model_fn     [K9] training hooks of the model_fn
     [K10] accumulation                      [K10] accumulation
-    [K11] InputStateHook                    [K11] InputStateHook
+    [K11] InputStates                       [K11] InputStates
     [K12] ProgressHook
     [K13] EndStopSaveHook                   [K13] EndStopSaveHook
     [K14] LockedReadsHook (divided          [K14] LockedReadsHook
@@ -68,7 +68,6 @@ from estimator_ext.graphs.global_step import read_before_changes
 from estimator_ext.input.positions import BatchPosition
 from estimator_ext.input.state import (
     KINDS,
-    InputStateHook,
     InputStates,
     log_limits,
     log_random_operations,
@@ -179,7 +178,8 @@ class TrainingGraph:
         if self.restored is not None and not has_own_saver(self.spec):
             check_shapes(self.restored, tf.compat.v1.global_variables())
             check_outer_slots(self.restored)
-        self._add_training_hooks(InputStateHook(states, self.restored))  # [K11]
+        states.restored = self.restored
+        self._add_training_hooks(states)  # [K11]
         self._prepare_savers(states, data, stack)
         if self._is_chief and progress.is_needed:
             for saver in find_savers(self._all_hooks()):

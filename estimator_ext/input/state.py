@@ -51,14 +51,20 @@ def _identifier(pid: int) -> str:
 
 
 @dataclass(eq=False)
-class InputStates:
-    """Positions of the ranks of a training in their data; created after the input is built."""
+class InputStates(tf.compat.v1.train.SessionRunHook):
+    """Positions of the ranks of a training in their data; created after the input is built.
+
+    It must come after all hooks that may initialize iterators.
+    """
 
     communicator: hostopt.Communicator  # for this object alone (a `duplicate`)
     data_have_ended: Callable[[], bool]
     more: tf.Tensor  # reads a batch; False or an OutOfRangeError means that the data have ended
     # if a restarted process skips batches; None to save the states of the iterators
     batches: BatchPosition | None = None
+    # on rank 0, path of the checkpoint that will be restored; None if there is none. It is found
+    # before the session, as savers may save before this hook is called.
+    restored: str | None = None
 
     def __post_init__(self) -> None:
         iterators = list(tf.compat.v1.get_collection(GLOBAL_ITERATORS))
@@ -66,6 +72,7 @@ class InputStates:
             self.communicator.rank, iterators, self.more
         )
         self._pipelines = [fingerprint(iterator.op) for iterator in iterators]
+        self._first_step = 0
         self._has_begun = False
         self._collected: list[bytes] = []
         self._has_resumed = False  # True if any rank resumes at a saved position
@@ -76,7 +83,13 @@ class InputStates:
         for saver in savers:
             listeners_of(saver).append(_Listener(self, saver))
 
-    def begin(self, session: tf.compat.v1.Session, checkpoint: str | None) -> None:
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Restores the positions that belong to the restored checkpoint."""
+        self._first_step = step = read_global_step(session)
+        is_restored = self.restored and read_step(self.restored) == step
+        self.restore(session, self.restored if is_restored else None)
+
+    def restore(self, session: tf.compat.v1.Session, checkpoint: str | None) -> None:
         """Restores the positions of all ranks from rank 0's checkpoint, if any. Collective."""
         communicator = self.communicator
         states = []
@@ -121,19 +134,20 @@ class InputStates:
         _write(checkpoint, self._collected)
         _remove_old(checkpoint)
 
-    def end(self, checkpoint: str | None, *, has_stepped: bool) -> None:
+    def end(self, session: tf.compat.v1.Session) -> None:
         """Finds out if the data had ended at the position at which they were resumed.
 
         A position of batches does not show this before the next one is read. Then the training
         should begin again, from the first batch: with this position it would never make a step.
         The states of the restored checkpoint, which rank 0 names, are removed then.
         """
+        has_stepped = read_global_step(session) != self._first_step
         if has_stepped or not (self._has_resumed and self.data_have_ended()):
             return
         self.starts_over = True
         self._log_start_over()
-        if checkpoint is not None:
-            _write(checkpoint, [b""] * self.communicator.size)
+        if self.restored is not None:
+            _write(self.restored, [b""] * self.communicator.size)
 
     def _log_start_over(self) -> None:
         rank = self.communicator.rank
@@ -152,29 +166,6 @@ class InputStates:
         rank = self.communicator.rank
         _log.warning("rank %d: its data are read from the beginning: %s", rank, reason)
         return None
-
-
-@dataclass(eq=False)
-class InputStateHook(tf.compat.v1.train.SessionRunHook):
-    """Restores the input state; it must come after all hooks that may initialize iterators."""
-
-    states: InputStates
-    # on rank 0, path of the checkpoint that will be restored; None if there is none. It is found
-    # before the session, as savers may save before this hook is called.
-    newest: str | None
-
-    def __post_init__(self) -> None:
-        self._first_step = 0
-
-    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Restores the positions."""
-        self._first_step = step = read_global_step(session)
-        is_restored = self.newest and read_step(self.newest) == step
-        self.states.begin(session, self.newest if is_restored else None)
-
-    def end(self, session: tf.compat.v1.Session) -> None:
-        """Finds out if the data had ended before the first step."""
-        self.states.end(self.newest, has_stepped=read_global_step(session) != self._first_step)
 
 
 class _Listener(tf.compat.v1.train.CheckpointSaverListener):

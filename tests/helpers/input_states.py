@@ -60,7 +60,7 @@ class Reader:
 
     def begin(self, checkpoint: str | None) -> Reader:
         self.session.run(self._initializers)
-        self.states.begin(self.session, checkpoint)
+        self.states.restore(self.session, checkpoint)
         return self
 
     def read(self, count: int) -> list[Any]:
