@@ -55,71 +55,8 @@ def mode_of(config: Any, cluster: hostopt.Cluster) -> str:
     return DISTRIBUTED if cluster.data and mode != OFF else OFF
 
 
-class DataService:
-    """The data workers of a training, which share one job of all ranks."""
-
-    def __init__(self, strategy: HostOffloadStrategy) -> None:
-        self._communicator = strategy.communicator
-        self._cluster = strategy.cluster
-        self._is_local = check_reach(strategy.cluster, strategy.options)
-        bypass_proxies(strategy.cluster)
-        self.watch = DataWatch(self._communicator, self._cluster.data, strategy.options)
-
-    def prepare(self, data: Any, config: Any) -> tf.data.Dataset:
-        """Has the data workers prepare a dataset, of which one rank gets each element.
-
-        Collective: all ranks must call it. The ranks must not have taken shards.
-        """
-        check_dataset(data, len(self._cluster.data))
-        self._communicator.check_same(
-            {"element_spec": repr(data.element_spec), **transformations_of(data)},
-            "the datasets of input_fn (data workers prepare the one of rank 0 for all ranks)",
-        )
-        self.watch.wait_for_all()
-        name = secrets.token_hex(8) if self._communicator.rank == 0 else ""
-        if name:
-            self._register(data, name, config.session_config)
-        # of this training and attempt only; the others wait until the dispatcher knows it
-        names = self._communicator.all_gather_bytes(name.encode(), "the job of the data")
-        name = names[0].decode()
-        with tf.device(HOST_DEVICE):
-            prepared = tf.data.experimental.service.from_dataset_id(
-                DISTRIBUTED,
-                self._service,
-                name,
-                element_spec=data.element_spec,
-                job_name=name,
-                max_outstanding_requests=max(_PREFETCHED, len(self._cluster.data)),
-            )
-            return prepared.prefetch(options_of(config).prefetch_depth or _PREFETCHED)
-
-    @property
-    def _service(self) -> str:
-        return f"grpc://{self._cluster.data[0].address}"
-
-    def _register(self, data: tf.data.Dataset, name: str, config: Any) -> None:
-        with tf.device(HOST_DEVICE), options_in_graph():
-            register = tf.data.experimental.service.register_dataset(
-                self._service,
-                divisible(data),
-                # on one machine, elements are copied faster than they are compressed
-                compression=None if self._is_local else "AUTO",
-                dataset_id=name,
-            )
-        try:
-            with tf.compat.v1.Session(config=config) as session:
-                session.run(tf.compat.v1.tables_initializer())
-                session.run(register)
-        except tf.errors.OpError as error:
-            raise UnsupportedError(
-                f"the data workers cannot prepare the dataset of input_fn: {error.message}. "
-                f"{INSTEAD}"
-            ) from error
-        _log.info("%d data workers prepare the data (%s)", len(self._cluster.data), DISTRIBUTED)
-
-
 @contextlib.contextmanager
-def data_service(strategy: HostOffloadStrategy, config: Any) -> Iterator[DataService | None]:
+def data_service(strategy: HostOffloadStrategy, config: Any) -> Iterator[DataWatch | None]:
     """Scope in which data workers are watched; yields None if there are none. Collective."""
     mode = mode_of(config, strategy.cluster)
     if strategy.cluster.data:
@@ -127,9 +64,67 @@ def data_service(strategy: HostOffloadStrategy, config: Any) -> Iterator[DataSer
     if mode == OFF:
         yield None
         return
-    service = DataService(strategy)
-    with service.watch:
-        yield service
+    check_reach(strategy.cluster, strategy.options)
+    bypass_proxies(strategy.cluster)
+    with DataWatch(strategy.communicator, strategy.cluster.data, strategy.options) as watch:
+        yield watch
+
+
+def prepared(
+    data: Any, strategy: HostOffloadStrategy, config: Any, watch: DataWatch
+) -> tf.data.Dataset:
+    """Has the data workers prepare a dataset, of which one rank gets each element.
+
+    Collective: all ranks must call it. The ranks must not have taken shards.
+    """
+    communicator, workers = strategy.communicator, strategy.cluster.data
+    check_dataset(data, len(workers))
+    communicator.check_same(
+        {"element_spec": repr(data.element_spec), **transformations_of(data)},
+        "the datasets of input_fn (data workers prepare the one of rank 0 for all ranks)",
+    )
+    watch.wait_for_all()
+    service = f"grpc://{workers[0].address}"
+    name = secrets.token_hex(8) if communicator.rank == 0 else ""
+    if name:
+        _register(data, service, name, strategy, config.session_config)
+    # of this training and attempt only; the others wait until the dispatcher knows it
+    names = communicator.all_gather_bytes(name.encode(), "the job of the data")
+    name = names[0].decode()
+    with tf.device(HOST_DEVICE):
+        elements = tf.data.experimental.service.from_dataset_id(
+            DISTRIBUTED,
+            service,
+            name,
+            element_spec=data.element_spec,
+            job_name=name,
+            max_outstanding_requests=max(_PREFETCHED, len(workers)),
+        )
+        return elements.prefetch(options_of(config).prefetch_depth or _PREFETCHED)
+
+
+def _register(
+    data: tf.data.Dataset, service: str, name: str, strategy: HostOffloadStrategy, config: Any
+) -> None:
+    is_local = check_reach(strategy.cluster, strategy.options)
+    with tf.device(HOST_DEVICE), options_in_graph():
+        register = tf.data.experimental.service.register_dataset(
+            service,
+            divisible(data),
+            # on one machine, elements are copied faster than they are compressed
+            compression=None if is_local else "AUTO",
+            dataset_id=name,
+        )
+    try:
+        with tf.compat.v1.Session(config=config) as session:
+            session.run(tf.compat.v1.tables_initializer())
+            session.run(register)
+    except tf.errors.OpError as error:
+        raise UnsupportedError(
+            f"the data workers cannot prepare the dataset of input_fn: {error.message}. {INSTEAD}"
+        ) from error
+    workers = strategy.cluster.data
+    _log.info("%d data workers prepare the data (%s)", len(workers), DISTRIBUTED)
 
 
 # -- the watch of the data workers, for which TensorFlow waits without a deadline ----------------

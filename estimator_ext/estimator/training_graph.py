@@ -55,7 +55,7 @@ from estimator_ext.checkpoints.saving import (
     has_own_saver,
     has_saver,
 )
-from estimator_ext.data_workers.service import data_service
+from estimator_ext.data_workers.service import data_service, prepared
 from estimator_ext.estimator.accelerator_copies import CopiesHook
 from estimator_ext.estimator.progress import (
     ProgressHook,
@@ -402,8 +402,8 @@ def build_input(
     kind = options_of(config).resume_data
     communicator.check_same({"resume_data": repr(kind)}, "the configurations of the ranks")
     batches = None if kind == KINDS[0] else BatchPosition(separate)
-    service = stack.enter_context(data_service(strategy, config))
-    if service is None:
+    watch = stack.enter_context(data_service(strategy, config))
+    if watch is None:
         stack.enter_context(few_files_refused())
         data = _share_of_rank(strategy, config, functions)
     else:  # its workers divide the data
@@ -415,11 +415,10 @@ def build_input(
     needs = Needs(weights=False, join=False)
     if communicator.size > 1 and not reduction.is_local:
         needs = needs_of(data, communicator, config.session_config)
-        if service is not None and not needs.join:
+        if watch is not None and not needs.join:
             check_endless(data, config.session_config)
-    watch: list[Any] = []
-    if service is not None:
-        watch, data = [service.watch], service.prepare(data, config)
+    if watch is not None:
+        data = prepared(data, strategy, config, watch)
     is_new: Any = True
     if needs.join:
         # each element is (batch, is_new); the stock function returns them as features and labels
@@ -441,7 +440,8 @@ def build_input(
                 batch = tf.nest.map_structure(tf.identity, batch)
     features, labels, _ = _tf_estimator.parse_input_fn_result(batch)
     more = is_new if needs.join else has_next((features, labels))
-    return TrainingInput(features, labels, [*watch, *hooks], more, batches)
+    hooks = hooks if watch is None else [watch, *hooks]
+    return TrainingInput(features, labels, hooks, more, batches)
 
 
 def _share_of_rank(strategy: HostOffloadStrategy, config: Any, functions: ModelFunctions) -> Any:
