@@ -326,6 +326,7 @@ class TrainingGraph:
         self._add_training_hooks(stops)
         savers = find_savers(hooks)
         coordinated = Coordinated(self.reduction.flags, sync_on_read, divided, states, savers)
+        coordinated.coordinate_saves()
         if replicas is None:
             return BeginStopSaveHook(communicator, coordinated)
         local = (self.strategy, replicas, stops, examples, self.config, hooks)

@@ -71,7 +71,6 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     def __post_init__(self) -> None:
         self._options = self.strategy.local_steps
         self._flags = self.coordinated.flags
-        self.coordinated.coordinate_saves()
         self._schedule = _SyncSchedule(self.communicator, self._options, self._flags, self.stops)
         # of accumulated micro-batches only the last one is counted
         self._knows_examples = options_of(self.config).accumulate_steps == 1

@@ -76,7 +76,6 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
         if not coordinated.flags.travel:
             self._flags_sum = communicator.open_scalar_sum("requests to stop or save")
         self._coordinated, self._flags = coordinated, coordinated.flags
-        coordinated.coordinate_saves()
         self._step = 0
         self._increment = 0  # of global_step in a step, which need not be 1; 0 while unknown
 
