@@ -7,6 +7,7 @@ same in each process then. A sample of the last batch before a checkpoint shows 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import zlib
@@ -276,9 +277,10 @@ class BatchPosition:
             _log.info("rank %d skips the %s batches that it read before", rank, f"{wanted:,}")
         else:
             _log.info("rank %d counts its batches, to skip them after a restart", rank)
-        read, began_s = self._reader(session), time.monotonic()
+        allowed = allowed_reads(session.graph)
+        read, began_s = session.make_callable(self._read, [*allowed]), time.monotonic()
         while True:
-            self._skip(read, wanted)
+            self._skip(functools.partial(read, *allowed.values()), wanted)
             left = self._communicator.all_gather(
                 np.array(max(0, wanted - self._count)), "the number of batches to skip"
             )
@@ -292,11 +294,6 @@ class BatchPosition:
             _log.info("rank %d: skipped %s batches in %.1f s", rank, f"{wanted:,}", took_s)
             self._check_sample()
 
-    def _reader(self, session: tf.compat.v1.Session) -> Callable[[], Any]:
-        allowed = allowed_reads(session.graph)
-        call = session.make_callable(self._read, [*allowed])
-        return lambda: call(*allowed.values())
-
     def _skip(self, read: Callable[[], Any], wanted: int) -> None:
         until_s = time.monotonic() + self._round_s
         while self._count < wanted and time.monotonic() < until_s:
@@ -305,17 +302,14 @@ class BatchPosition:
             except tf.errors.OutOfRangeError:
                 has_data = False
             if not has_data:
-                raise self._too_few(wanted)
-
-    def _too_few(self, wanted: int) -> hostopt.CheckpointError:
-        rank, found = self._communicator.rank, self._count
-        return hostopt.CheckpointError(
-            f"rank {rank} has {found} batches, wanted the {wanted} that it read before the "
-            "checkpoint: resume_data is 'skip', and input_fn returns other data than then. Make "
-            f"them deterministic, or remove the checkpoint's file *{SUFFIX} to read the data from "
-            "the beginning",
-            rank=rank,
-        )
+                rank = self._communicator.rank
+                raise hostopt.CheckpointError(
+                    f"rank {rank} has {self._count} batches, wanted the {wanted} that it read "
+                    "before the checkpoint: resume_data is 'skip', and input_fn returns other "
+                    "data than then. Make them deterministic, or remove the checkpoint's file "
+                    f"*{SUFFIX} to read the data from the beginning",
+                    rank=rank,
+                )
 
     def _check_sample(self) -> None:
         if checksum(self._sample) != self._loaded["checksum"]:

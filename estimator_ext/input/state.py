@@ -132,7 +132,11 @@ class InputStates(tf.compat.v1.train.SessionRunHook):
         if not self._collected:  # before the first step; a restored checkpoint has its states
             return
         _write(checkpoint, self._collected)
-        _remove_old(checkpoint)
+        # the input states of deleted checkpoints go
+        for other in tf.io.gfile.glob(f"{checkpoint.rpartition('-')[0]}-*{SUFFIX}"):
+            saved = other[: -len(SUFFIX)]
+            if saved != checkpoint and not tf.io.gfile.exists(f"{saved}.index"):
+                remove(other)
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Finds out if the data had ended at the position at which they were resumed.
@@ -237,11 +241,3 @@ def _read(checkpoint: str | None, size: int) -> list[bytes]:
         )
         return []
     return packed.parts
-
-
-def _remove_old(checkpoint: str) -> None:
-    # the input states of deleted checkpoints
-    for other in tf.io.gfile.glob(f"{checkpoint.rpartition('-')[0]}-*{SUFFIX}"):
-        saved = other[: -len(SUFFIX)]
-        if saved != checkpoint and not tf.io.gfile.exists(f"{saved}.index"):
-            remove(other)

@@ -161,13 +161,10 @@ class _ReplicaPart:
         # anchor minus variables of this rank, later the mean over the ranks; and the variables
         self.difference: Any = None
         self._local: Any = None
-        self._flat = self._joined_in_graph()
-
-    def _joined_in_graph(self) -> tf.Tensor:
-        """Joins the variables in one copy; a session copies variables that it returns."""
+        # joined in one copy, as a session copies variables that it returns
         with tf.device(HOST_DEVICE):
             values = [tf.cast(v.read_value(), self._sum_dtype) for v in self.variables]
-            return tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+            self._flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
 
     def read(self, session: tf.compat.v1.Session) -> Any:
         return session.run(self._flat)

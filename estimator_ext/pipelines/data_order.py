@@ -54,7 +54,7 @@ class OrderCheck:
         Returns the dataset, in which parallel calls keep their order; a random number of rank 0.
         """
         pipeline = Pipeline(dataset)
-        problem = pipeline.problem()
+        problem = next(pipeline.problems(), "")
         numbers: Numbers = []
         first: First = []
         if pipeline.in_graph:

@@ -120,11 +120,8 @@ class Pipeline:
                             replace_input(op, index, tf.constant(1, op.inputs[index].dtype))
         return changed
 
-    def problem(self) -> str:
-        """Returns what gives the ranks different orders, and what to do; "" if nothing does."""
-        return next(self._problems(), "")
-
-    def _problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
+        """Yields what gives the ranks different orders, and what to do."""
         chosen = _before(self.points)
         for node in self._nodes_of(self.all):
             if node.attr["deterministic"].s == b"false":
