@@ -202,8 +202,13 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
     def _end_step(self) -> None:
         if self._session is not None:  # closing blocks as long as the session is stuck
             threading.Thread(target=self._session.close, daemon=True).start()
-        if not self._has_ended.wait(_END_S) and self._transport.error is not None:
-            _end_process(self._transport.error)
+        error = self._transport.error
+        if not self._has_ended.wait(_END_S) and error is not None:
+            # ends this process with an error, although its main thread is stuck
+            last_resort = threading.Timer(_EXIT_S, os._exit, [error.exit_code])
+            last_resort.daemon = True
+            last_resort.start()
+            sys.excepthook(type(error), error, error.__traceback__)
 
     def _look_at(self, task: hostopt.Task) -> None:
         now_s = time.monotonic()
@@ -229,11 +234,3 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
                     address=task.address,
                 )
             )
-
-
-def _end_process(error: hostopt.HostOptError) -> None:
-    """Ends this process with an error, although its main thread is stuck."""
-    last_resort = threading.Timer(_EXIT_S, os._exit, [error.exit_code])
-    last_resort.daemon = True
-    last_resort.start()
-    sys.excepthook(type(error), error, error.__traceback__)

@@ -85,7 +85,9 @@ class OrderCheck:
             def compare(checksums: list[int], channel: hostopt.Communicator = channel) -> None:
                 self._compare(channel, [("from_generator()", checksums)])
 
-            peek(state).compare_next(abort_on_error(channel, compare))
+            if not isinstance(state._generator, PeekedGenerator):
+                state._generator = PeekedGenerator(state._generator)
+            state._generator.compare_next(abort_on_error(channel, compare))
 
     def _compare(
         self,
@@ -281,13 +283,6 @@ class PeekedGenerator:
             compare(checksums)
             elements = itertools.chain(held, elements)
         yield from elements
-
-
-def peek(state: Any) -> PeekedGenerator:
-    """Replaces the generator of a dataset, once, by one whose elements can be compared."""
-    if not isinstance(state._generator, PeekedGenerator):
-        state._generator = PeekedGenerator(state._generator)
-    return state._generator
 
 
 def _begin(elements: Iterator[Any]) -> tuple[list[Any], list[int]]:
