@@ -116,10 +116,9 @@ class CheckpointEvaluation(Evaluator):
         self._last_warning = ""
 
     def run(self) -> tuple[Any, Any]:
-        """Evaluates the newest checkpoint if it has not been evaluated yet.
+        """Evaluates the newest checkpoint once; returns (metrics, exports) of the last evaluation.
 
-        A deleted or damaged checkpoint is skipped, as there may be another one. Returns (metrics,
-        export results) of the last evaluation.
+        A deleted or damaged checkpoint is skipped, as there may be another one.
         """
         path = None
         try:

@@ -259,10 +259,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     def _exchange(
         self, state: _RankState, examples: Sequence[float]
     ) -> tuple[list[_RankState], list[list[float]]]:
-        """Exchanges states, and the numbers of examples since each fragment was synchronised.
-
-        Collective: all ranks must call it. Both results are in the order of ranks.
-        """
+        """Exchanges states, and examples since each fragment was synchronised. Collective."""
         local = np.array([*state, *examples], np.float64)
         rows = self.communicator.all_gather(local, "the states of the ranks")
         states = [_RankState(*row) for row in rows[:, : len(state)].tolist()]

@@ -375,10 +375,7 @@ class Replicas:
             part.read_first_anchor(session)
 
     def complete(self, session: tf.compat.v1.Session, weight: float, step: int) -> None:
-        """Averages slots that ranks keep, and compares what must be equal, for a checkpoint.
-
-        Collective: all ranks must call it.
-        """
+        """Averages kept slots, and compares what must be equal, for a checkpoint. Collective."""
         for part in self._kept:
             part.take(session, step)
             part.reduce(weight, is_whole=True)
