@@ -212,16 +212,12 @@ def _nodes_of(iterator: tf.Operation) -> list[Any]:
 
 
 class BatchPosition:
-    """The number of batches that this rank has read, which it counts.
-
-    Args:
-      communicator: for the input alone (a `duplicate`).
-    """
+    """The number of batches that this rank has read, which it counts."""
 
     kind = "skip"  # value of `RunConfig.resume_data`
 
     def __init__(self, communicator: hostopt.Communicator) -> None:
-        self._communicator = communicator
+        self._communicator = communicator  # for the input alone (a `duplicate`)
         options = communicator.transport.options
         # no rank waits for another one so long that it warns
         self._round_s = min(

@@ -47,19 +47,15 @@ _NAME = re.compile(r"_?(\w+?)Dataset(?:V\d+)?")
 
 
 class Pipeline:
-    """The transformations of a dataset.
-
-    Attributes:
-      all: the transformations, from the last to the sources.
-      points: those after which elements keep their positions.
-      generators: what calls the generator of each `from_generator`.
-    """
+    """The transformations of a dataset."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self.dataset = dataset
-        self.all = _before([without_wrapper(dataset)])
+        self.all = _before([without_wrapper(dataset)])  # from the last to the sources
         kept = _before([without_wrapper(dataset)], _keeps_positions)
+        # those after which elements keep their positions
         self.points = [each for each in kept if not _keeps_positions(each)]
+        # what calls the generator of each `from_generator`
         self.generators = [state for state in map(generator_state, self.all) if state is not None]
         self._nodes = {id(each): list(_nodes_of(each)) for each in self.all}
 

@@ -87,9 +87,8 @@ def _wait_for_closing() -> None:
 class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
     """Makes those errors end the training like any other error; it must be the first hook.
 
-    Args:
-      data: operations of the input; only their OutOfRangeError is the end of the data.
-      wait_s: time for which the other ranks wait for this one.
+    Only the OutOfRangeError of `data`, the operations of the input, is the end of the data. The
+    other ranks wait for this one for `wait_s`.
     """
 
     def __init__(self, data: Collection[tf.Operation], wait_s: float) -> None:
