@@ -8,13 +8,11 @@ exchanges as possible, and the stand-ins are replaced by their results:
          before it. A reduction has the level of its source.
     [R2] The mean of a mirrored variable, or of a reduced value, needs no reduction.
     [R3] The reductions of one level become one exchange, besides the buckets of large gradients.
-    [R4] A value that is not a gradient is reduced in every step, even if nothing in the step uses
-         the result: a hook of one rank may fetch it, and must not wait for the other ranks. It
-         gets a separate exchange.
-    [R5] All other reductions become one exchange each, and the step does not make them. They are
-         for hooks that run them on all ranks in the same steps. They are gradients that the step
-         does not use, and values whose computation would change state that the step does not
-         change.
+    [R4] A value that is not a gradient is reduced in every step. If nothing in the step uses it,
+         it has a separate exchange: a hook of one rank may fetch it, and must not wait for others.
+    [R5] All others become one exchange each, which the step does not make: gradients that it does
+         not use, and values whose computation would change state that it does not change. They
+         are for hooks that run them on all ranks in the same steps.
 
 So a step has as few exchanges as its longest chain of reductions, in one order on all ranks.
 """
