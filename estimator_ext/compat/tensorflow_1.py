@@ -65,14 +65,15 @@ def is_in_tensorflow_1(name: str) -> bool:
 def file_of_module(name: str) -> str:
     """Returns the file that `python -m` runs, without importing packages; "" if there is none."""
     path: list[str] | None = [os.getcwd(), *sys.path]
+    file = ""
     for part in [*name.split("."), "__main__"]:
         spec = PathFinder.find_spec(part, path)
         if spec is None:
             return ""
-        path = spec.submodule_search_locations
+        file, path = spec.origin or "", spec.submodule_search_locations
         if path is None:  # it is no package
             break
-    return spec.origin or ""
+    return file
 
 
 def _is_only_in_tensorflow_1(name: str) -> bool:
