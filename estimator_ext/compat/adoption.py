@@ -60,7 +60,7 @@ class Ranks:
         self._strategy: StrategyOfRanks | None = None
         self._cluster: hostopt.Cluster | None = None
         self._config = ""  # its TF_CONFIG
-        self._unused = [state() for state, _ in _GENERATORS]
+        self._unused = random.getstate(), _state_of_numpy()
 
     @property
     def are_used(self) -> bool:
@@ -121,9 +121,11 @@ class Ranks:
     def _act_as_one_process(self, cluster: hostopt.Cluster) -> None:
         """Makes Python's shuffles the same on all ranks, and the files those of one process."""
         seed = zlib.crc32(repr(cluster.ring).encode())  # differs between runs
-        for (state, set_seed), unused in zip(_GENERATORS, self._unused):
-            if state() == unused:  # or else the program has seeded it
-                set_seed(seed)
+        of_python, of_numpy = self._unused
+        if random.getstate() == of_python:  # or else the program has seeded it
+            random.seed(seed)
+        if _state_of_numpy() == of_numpy:
+            np.random.seed(seed)
         write_atomically(cluster.rank or 0)
         if self._options[0] == "data":
             interleave_in_order()
@@ -131,12 +133,6 @@ class Ranks:
 
 def _state_of_numpy() -> str:  # of any bit generator
     return json.dumps(np.random.get_state(legacy=False), default=np.ndarray.tolist)
-
-
-_GENERATORS: tuple[tuple[Callable[[], Any], Callable[[int], Any]], ...] = (
-    (random.getstate, random.seed),
-    (_state_of_numpy, np.random.seed),
-)
 
 
 def prepare_program(
