@@ -50,10 +50,10 @@ def main(argv: Sequence[str]) -> None:
         )
     if options.script and not os.path.exists(options.script[0]):
         parser.error(f"{options.script[0]!r} does not exist: give the path of a program")
-    if options.check:
-        install(contrib=True)
-        sys.exit(check(_path(options)))
     try:
+        if options.check:
+            install(contrib=True)
+            sys.exit(check(_path(options)))
         set_tf_config(hostopt.Options().with_environment())
         if hostopt.Cluster.from_tf_config().size > 1:
             _fix_order_of_sets(argv)

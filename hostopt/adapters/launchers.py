@@ -134,11 +134,16 @@ def first_node(nodes: str) -> str:
 
 def _tasks_here(environ: Mapping[str, str]) -> int:
     """Returns the number of tasks of this node: 2 for node 0 to 2 of ``2(x3),1``."""
-    counts: list[int] = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(times or 1)
-    node = int(environ.get("SLURM_NODEID", 0))
+    name, counts = "SLURM_STEP_TASKS_PER_NODE", []
+    for part in environ.get(name, "1").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise ConfigError(
+                f"the variable {name} is {environ[name]!r}, wanted numbers of tasks such as "
+                "2(x3),1. Correct it, or unset the other variables of this launcher"
+            )
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = _optional_number(environ, "SLURM_NODEID") or 0
     return counts[min(node, len(counts) - 1)]
 
 

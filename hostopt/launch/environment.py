@@ -97,7 +97,11 @@ def _nodes_of_gpus(sysfs: Path) -> list[int]:
             if kind == _NVIDIA_GPU:
                 nodes.append(int((device / "numa_node").read_text()))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return nodes
+    if "-" in visible:  # -1 for none, or GPU-8f and MIG-8f
+        return []
     try:
-        return nodes if visible is None else [nodes[int(gpu)] for gpu in visible.split(",")]
-    except (IndexError, ValueError):  # GPUs that have other names, or are none
+        return [nodes[int(gpu)] for gpu in visible.split(",")]
+    except (IndexError, ValueError):
         return []

@@ -30,7 +30,7 @@ from hostopt.tensorflow.calls import (
 )
 from hostopt.tensorflow.compression import Compression, wire_format_of
 from hostopt.tensorflow.reduced import mark
-from hostopt.tensorflow.refusals import choose_op, refuse_process_set
+from hostopt.tensorflow.refusals import choose_op
 from hostopt.tensorflow.sparse import sum_rows
 
 
@@ -391,9 +391,10 @@ def grouped_allgather(
 ) -> list[tf.Tensor]:
     """Gathers tensors, the same number on all ranks; see `allgather` for the arguments."""
     del ignore_name_scope
-    refuse_process_set(process_set)
     name = call_name("grouped_allgather", name)
-    return [allgather(each, f"{name}_{i}") for i, each in enumerate(tensors)]
+    return [
+        allgather(each, f"{name}_{i}", process_set=process_set) for i, each in enumerate(tensors)
+    ]
 
 
 def grouped_reducescatter(

@@ -196,6 +196,7 @@ NVIDIA = "0x10de"
         (TWO_NODES, [(1, NVIDIA), (0, NVIDIA)], "1,0", [[0, 2], [1, 3]]),
         (TWO_NODES, [(1, NVIDIA), (0, NVIDIA)], "GPU-8f", [[0, 2], [1, 3]]),  # unknown
         (TWO_NODES, [(1, NVIDIA), (0, NVIDIA)], "", [[0, 2], [1, 3]]),  # none
+        (TWO_NODES, [(0, NVIDIA), (1, NVIDIA)], "-1", [[0, 2], [1, 3]]),  # none
         (TWO_NODES, [(0, "0x1a03"), (1, NVIDIA), (0, NVIDIA)], None, [[1, 3], [0, 2]]),
         (TWO_NODES, [(-1, NVIDIA), (-1, NVIDIA)], None, [[0, 2], [1, 3]]),
         (

@@ -216,6 +216,11 @@ def test_no_place(environ: dict[str, str]) -> None:
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_SIZE is 4"),
         ({**MPICH, "PMI_RANK": "9"}, "PMI_RANK is 9 and PMI_SIZE is 4"),
         ({**SLURM, "SLURM_PROCID": "4"}, "SLURM_PROCID is 4 and SLURM_STEP_NUM_TASKS is 4"),
+        (
+            {**SLURM_NODES, "SLURM_STEP_TASKS_PER_NODE": "two"},
+            "SLURM_STEP_TASKS_PER_NODE is 'two'",
+        ),
+        ({**SLURM_NODES, "SLURM_NODEID": "b"}, "SLURM_NODEID is 'b'"),
         ({**KUBERNETES, "JOB_COMPLETION_INDEX": "3"}, "HOSTOPT_SIZE is 3"),
         ({**OPEN_MPI, "HOSTOPT_RENDEZVOUS": "host"}, "HOSTOPT_RENDEZVOUS is 'host'"),
         ({"SM_HOSTS": "[1", "SM_CURRENT_HOST": "a"}, "SM_HOSTS is"),

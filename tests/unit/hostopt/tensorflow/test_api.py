@@ -151,6 +151,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: hvd.init(process_sets="dynamic"), "process sets are not supported"),
     (lambda: hvd.allreduce(tf.ones([1]), process_set=object()), "process sets are not supported"),
     (lambda: hvd.ProcessSet([0]), "process sets are not supported"),
+    (
+        lambda: hvd.grouped_allgather([tf.ones([1])], process_set=object()),
+        "process sets are not supported",
+    ),
     (lambda: hvd.add_process_set([0]), "process sets are not supported"),
     (lambda: hvd.remove_process_set(hvd.global_process_set), "process sets are not supported"),
     (lambda: hvd.size_op(1), "process sets are not supported"),
