@@ -71,7 +71,7 @@ def file_of_module(name: str) -> str:
         if spec is None:
             return ""
         file, path = spec.origin or "", spec.submodule_search_locations
-        if path is None:  # it is no package
+        if path is None:  # not a package
             break
     return file
 

@@ -1,9 +1,8 @@
 """The step that a session runs: with the host call of model_fn, or several in a loop.
 
-model_fn builds one step. The operations of the step are copied into the body of a
-`tf.while_loop`. Resources that keep a state between steps (variables, iterators and tables) stay
-outside, and the copies use them. So any step of a model_fn can be repeated, including cached
-copies of variables.
+model_fn builds one step. For a loop, its operations are copied into the body of a `tf.while_loop`.
+Resources that keep a state between steps (variables, iterators and tables) stay outside, and the
+copies use them. So any step of a model_fn can be repeated, including cached copies of variables.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ _INDEX_BITS = 40
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 _MAX_TABLES = 1 << (63 - _INDEX_BITS)
 _ALIGNMENT_BYTES = 8
-_VALUES_PER_REPEAT = 14  # which `np.add.reduceat` writes while one repeated row is added
+# Measured: `np.add.reduceat` writes this many values in the time of one addition in pairs.
+_VALUES_PER_REPEAT = 14
 
 
 @dataclass(frozen=True)
@@ -340,9 +341,9 @@ def _edges(keys: Array, count: int) -> Array:
 
 
 class _SumsByKey:
-    """Sums rows by key; keys of one kind of row that equal those of the last are sorted once.
+    """Sums rows by key, and sorts equal keys of consecutive kinds of rows once.
 
-    They do if a model looks up the same ids in an embedding and in a linear part.
+    The keys are equal if a model looks up the same ids in an embedding and in a linear part.
     """
 
     _given: Array | None = None
@@ -354,7 +355,7 @@ class _SumsByKey:
             self._sort(keys)
         values, starts = values.take(self._order, 0), self._starts
         repeats = len(keys) - len(starts)
-        # values of two bytes are added in pairs: one by one, small ones vanish in a large sum
+        # values of two bytes are always added in pairs, as small values vanish in a large sum
         is_fast = len(starts) * values.shape[1] < _VALUES_PER_REPEAT * repeats
         if is_fast and values.itemsize > 2:
             return self._keys, np.add.reduceat(values, starts, axis=0)
