@@ -52,7 +52,6 @@ def test_workers_train_and_agree(ranks: Ranks, method: str, worker: str, daemon:
     [
         ("train_function", "operation", "TensorFlow"),
         ("train_function", "session", "TensorFlow"),
-        ("train_function", "ring", "a hostopt ring"),
         ("train_function", "init", "a hostopt ring"),
         ("train_estimator", "operation", "TensorFlow"),
     ],

@@ -101,13 +101,6 @@ def session() -> None:
         session.run(tf.constant(1.0) + 1.0)
 
 
-def ring() -> None:
-    import hostopt
-
-    with hostopt.connect() as communicator:
-        communicator.barrier()
-
-
 def init() -> None:
     import hostopt.tensorflow as hvd
 
