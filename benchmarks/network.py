@@ -15,6 +15,8 @@ from hostopt.launch.environment import shares_of_cores, tf_config_of, with_defau
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 INTERFACE = "wire0"  # name in both namespaces
+SECOND_INTERFACE = "wire1"  # the same, of a second line
+_SECOND_ADDRESSES = ("10.213.79.1", "10.213.79.2")
 _PORT = 2222
 _PREFIX = "hostopt-net"
 _INSECURE = {"HOSTOPT_INSECURE": "true"}  # no other process can reach these links
@@ -119,11 +121,12 @@ def _shape(rate_bit_per_s: float, burst: str = "256kb") -> str:
 
 
 @contextlib.contextmanager
-def joined(mtu: int = 1500) -> Iterator[Link]:
+def joined(mtu: int = 1500, lines: int = 1) -> Iterator[Link]:
     """Creates two connected namespaces without a rate limit, and removes them at the end.
 
     Args:
       mtu: size of the largest packet of the link, in bytes.
+      lines: 1, or 2 for another line between them, with its own network.
 
     Yields:
       The link.
@@ -132,10 +135,12 @@ def joined(mtu: int = 1500) -> Iterator[Link]:
       BenchmarkError: not root, or `ip` or `tc` is missing or fails.
     """
     with _namespaces(2) as (first, second):
-        ends = f"{INTERFACE} netns {first} type veth peer name {INTERFACE} netns {second}"
-        do(f"ip link add {ends}")
-        for name, address in zip((first, second), ADDRESSES):
-            _connect(name, f"{address}/30", mtu)
+        networks = {INTERFACE: ADDRESSES, SECOND_INTERFACE: _SECOND_ADDRESSES}
+        for interface, addresses in list(networks.items())[:lines]:
+            ends = f"{interface} netns {first} type veth peer name {interface} netns {second}"
+            do(f"ip link add {ends}")
+            for name, address in zip((first, second), addresses):
+                _connect(name, f"{address}/30", mtu, interface)
         yield Link((first, second))
 
 
@@ -184,9 +189,9 @@ def _namespaces(count: int) -> Iterator[list[str]]:
                 do(f"ip netns del {name}")
 
 
-def _connect(namespace: str, address: str, mtu: int = 1500) -> None:
-    do(f"ip -n {namespace} addr add {address} dev {INTERFACE}")
-    do(f"ip -n {namespace} link set {INTERFACE} mtu {mtu} up")
+def _connect(namespace: str, address: str, mtu: int = 1500, interface: str = INTERFACE) -> None:
+    do(f"ip -n {namespace} addr add {address} dev {interface}")
+    do(f"ip -n {namespace} link set {interface} mtu {mtu} up")
 
 
 def sent_bytes() -> int:

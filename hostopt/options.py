@@ -76,11 +76,25 @@ class _Path:
         return "the name of a file" if no_file else None
 
 
+@dataclass(frozen=True)
+class _Names:
+    """None, or names separated by commas."""
+
+    most: int
+
+    def wanted(self, value: Any) -> str | None:
+        """Describes the allowed values; returns None if `value` is allowed."""
+        names = value.split(",") if isinstance(value, str) else []
+        if value is None or (0 < len(names) <= self.most and all(map(_is_name, names))):
+            return None
+        return f"None or up to {self.most} names separated by commas, such as 'eth1,eth2'"
+
+
 _SECONDS = Number(MIN_TIMEOUT_S, YEAR_S)
 _SWITCH = Choice((True, False))
 
 
-def option(default: Any, allowed: Number | Choice | _Path, *, same: bool = False) -> Any:
+def option(default: Any, allowed: Number | Choice | _Names | _Path, *, same: bool = False) -> Any:
     """Returns the field of an option, whose values `check_option` allows.
 
     Args:
@@ -132,6 +146,7 @@ class Options:
     evaluator_timeout_s: float = option(3600.0, _SECONDS)
     autotune: bool = option(False, _SWITCH, same=True)
     shard_optimizer: bool = option(False, _SWITCH, same=True)
+    interfaces: str | None = option(None, _Names(MAX_STREAMS))
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -210,6 +225,10 @@ def check_option(label: str, entry: Field[Any], value: Any) -> None:
             f"{label} is {shown(value)}, wanted {wanted}. Correct it, or leave it out for the "
             f"default, {entry.default!r}"
         )
+
+
+def _is_name(text: str) -> bool:
+    return text.isprintable() and text.split() == [text]
 
 
 def _is_path(value: Any) -> bool:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import ipaddress
+import os
 import socket
+import struct
 import time
 from collections.abc import Callable
 
@@ -17,6 +20,7 @@ from hostopt.process import descriptors
 _HEADER_BYTES = 9
 _SETTINGS = 4  # type of the frame, the fourth byte of its header
 _ANSWER_S, _POLL_S = 1.0, 0.5  # of `wait_for`
+_SIOCGIFADDR, _IFREQ = 0x8915, struct.Struct("16s4x4s16x")  # of Linux, for an IPv4 address
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 
 
@@ -79,6 +83,13 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Splits an address into the host, without brackets, and the port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def address_of_interface(name: str) -> str:
+    """Returns the IPv4 address of a network interface of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        answer = fcntl.ioctl(end, _SIOCGIFADDR, _IFREQ.pack(os.fsencode(name), b""))
+    return socket.inet_ntoa(_IFREQ.unpack(answer)[1])
 
 
 def listens(address: str, timeout_s: float) -> bool:

@@ -102,6 +102,13 @@ OPTIONS = {
     "bucket_mb": number(1 / 8192, 1 << 20, 3, np.float64(2)),
     "segment_bytes": whole(1, 3, MAX_SEGMENT_BYTES),
     "streams": whole(0, 3, MAX_STREAMS),
+    "interfaces": Values(
+        "None or up to 16 names",
+        [None, "eth0", "eth0,eth1"],
+        [*NO_PATHS, "eth 0", "eth0,", ",".join(["eth0"] * 17)],
+        {"lo": "lo", "ib0,ib1": "ib0,ib1", "none": None},
+        ["true", "eth0, eth1", ","],
+    ),
     "rendezvous_timeout_s": SECONDS,
     "stall_warning_s": SECONDS,
     "collective_timeout_s": SECONDS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +17,16 @@ from hostopt.transport.grpc import ring as grpc_ring
 
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.network import INTERFACE, bridged, do, limit_rate
+from benchmarks.network import (
+    ADDRESSES,
+    INTERFACE,
+    SECOND_INTERFACE,
+    Link,
+    bridged,
+    do,
+    joined,
+    limit_rate,
+)
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
@@ -139,3 +149,48 @@ def test_a_ping_delayed_by_a_long_message_raises_no_error(hosts: Hosts) -> None:
     resume(started)
     for process in started:
         assert_exact(process, steps=4)
+
+
+# --- two lines between two hosts ---------------------------------------------------------------
+
+
+@pytest.fixture
+def two_lines() -> Iterator[Link]:
+    with joined(lines=2) as link:
+        yield link
+
+
+def start_on(link: Link, directory: Path) -> list[RankProcess]:
+    processes = RankProcesses(
+        [f"{ip}:2222" for ip in ADDRESSES],
+        directory,
+        [["ip", "netns", "exec", name] for name in link.namespaces],
+    )
+    return FaultRing(
+        processes,
+        HOSTOPT_TOKEN="of this test",
+        HOSTOPT_COMMUNICATION="grpc+tcp",
+        HOSTOPT_INTERFACES=f"{INTERFACE},{SECOND_INTERFACE}",
+    ).start_all("--steps", 4, "--length", 1_000_000)
+
+
+def sent_bytes(namespace: str, interface: str) -> int:
+    counter = f"/sys/class/net/{interface}/statistics/tx_bytes"
+    command = ["ip", "netns", "exec", namespace, "cat", counter]
+    return int(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def test_data_travels_on_both_lines(two_lines: Link, tmp_path: Path) -> None:
+    for process in start_on(two_lines, tmp_path):
+        assert_exact(process, steps=4)
+        assert not process.stderr
+    for namespace in two_lines.namespaces:
+        sent = [sent_bytes(namespace, each) for each in (INTERFACE, SECOND_INTERFACE)]
+        assert min(sent) > 0.4 * sum(sent), sent
+
+
+def test_a_line_that_is_down_leaves_its_data_to_the_other(two_lines: Link, tmp_path: Path) -> None:
+    do(f"ip -n {two_lines.namespaces[1]} link set {SECOND_INTERFACE} down")
+    for process in start_on(two_lines, tmp_path):
+        assert_exact(process, steps=4)
+        assert "Data goes over fewer streams" in process.stderr

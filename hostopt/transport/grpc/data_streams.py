@@ -15,7 +15,7 @@ from typing import Any, Callable
 
 from hostopt.errors import ProtocolError
 from hostopt.transport import event_loop, server_sockets
-from hostopt.transport.addresses import host_and_port, is_loopback
+from hostopt.transport.addresses import is_loopback
 from hostopt.transport.frame import FrameReader, FrameWriter, Stream
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.client import RpcClient
@@ -238,8 +238,7 @@ class OutgoingStreams:
 
     def _open_socket(self, peer: int) -> Stream:
         peers, incarnation = self._peers, self._peers.incarnations[peer]
-        host, _ = host_and_port(peers.cluster.ring[peer].address)
-        address = f"{host}:{peers.data_ports[peer]}"
+        address = peers.data_address(peer, event_loop.current())
 
         def on_unreachable(reason: str) -> None:
             mailbox = self._ring.mailbox

@@ -14,7 +14,7 @@ from typing import Any
 
 from hostopt.errors import ConfigError, RendezvousTimeoutError
 from hostopt.options import MAX_STREAMS, Options
-from hostopt.shapes import has_shape
+from hostopt.shapes import Each, has_shape
 from hostopt.transport.addresses import is_name
 from hostopt.transport.frame import WIRE_VERSION
 from hostopt.transport.grpc.client import RpcClient, challenger
@@ -29,7 +29,7 @@ from hostopt.versions import MAY_DIFFER, MUST_BE_SAME, local_versions
 
 _log = logging.getLogger(__name__)
 
-_DIFFERS_BY_RANK = ("incarnation", "met", "data_port", "data_streams", *MAY_DIFFER)
+_DIFFERS_BY_RANK = ("incarnation", "met", "data_port", "data_hosts", "data_streams", *MAY_DIFFER)
 _MAX_PORT = (1 << 16) - 1
 _NAMES = {"version": "wire version", "python": "Python", "tensorflow": "TensorFlow"}
 _ABSENT = object()
@@ -186,6 +186,7 @@ class HelloMessages:
             "rank": self._peers.rank,
             "incarnation": self._peers.incarnation,
             "data_port": self._peers.data_port,
+            "data_hosts": self._peers.data_hosts,
             "data_streams": self._peers.most_streams,
             "ring": [str(task) for task in self._cluster.ring],
             "timeline": options.timeline is not None,  # all ranks must compare their clocks
@@ -202,6 +203,9 @@ class HelloMessages:
             raise ValueError("a Hello message with a data port that does not exist")
         if not has_shape(streams, int) or not 1 <= streams <= MAX_STREAMS:
             raise ValueError("a Hello message with a number of streams that is not allowed")
+        hosts = hello.setdefault("data_hosts", [])
+        if not has_shape(hosts, Each(str)) or any(is_name(f"{host}:0") for host in hosts):
+            raise ValueError("a Hello message with data hosts that are not addresses")
         if hello["rank"] not in self._peers or not INCARNATION.fullmatch(hello["incarnation"]):
             raise ValueError("a Hello message that does not identify a peer")
         return hello

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import socket
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Callable
 
 from hostopt.cluster.cluster import Cluster, core_count
-from hostopt.errors import AuthError
+from hostopt.errors import AuthError, ConfigError
 from hostopt.options import Options
+from hostopt.transport.addresses import address_of_interface, host_and_port, is_loopback
 from hostopt.transport.frame import Origin
 from hostopt.transport.grpc.limits import most_note_bytes
 from hostopt.transport.mailbox import Mailbox
@@ -48,9 +51,10 @@ DEFAULT = Timing()
 class Peers:
     """The peers of one rank; used on the event loop."""
 
-    def __init__(self, cluster: Cluster, streams: int = 1) -> None:
+    def __init__(self, cluster: Cluster, streams: int = 1, data_hosts: Sequence[str] = ()) -> None:
         assert cluster.rank is not None
         self.most_streams = streams  # that this rank can use
+        self.data_hosts = list(data_hosts)  # of this rank; empty for the one of its address
         self._streams_of: dict[int, int] = {}  # that the connected peers can use
         self.cluster = cluster
         self.rank = cluster.rank
@@ -60,6 +64,7 @@ class Peers:
         self.incarnations: dict[int, str] = {}  # of the connected peers
         self.data_port = 0  # of this rank; 0 if it has no data server
         self.data_ports: dict[int, int] = {}  # of the connected peers
+        self._data_hosts: dict[int, list[str]] = {}  # of the connected peers
         self.missing = set(range(cluster.size)) - {cluster.rank}
         self.reasons: dict[int, str] = {}  # why a peer that answers is still missing
         self.gone: set[int] = set()  # peers that have left, or whose process is gone
@@ -83,7 +88,13 @@ class Peers:
         """Notes what a peer says of itself."""
         self.incarnations[peer] = hello["incarnation"]
         self.data_ports[peer] = hello["data_port"]
+        self._data_hosts[peer] = hello["data_hosts"]
         self._streams_of[peer] = hello["data_streams"]
+
+    def data_address(self, peer: int, stream: int) -> str:
+        """Returns the address of a connected peer for one of the streams to it."""
+        hosts = self._data_hosts[peer] or [host_and_port(self.cluster.ring[peer].address)[0]]
+        return f"{hosts[stream % len(hosts)]}:{self.data_ports[peer]}"
 
     @property
     def streams(self) -> int:
@@ -110,13 +121,40 @@ class Peers:
         return ", ".join(names)
 
 
+def data_hosts(cluster: Cluster, options: Options) -> list[str]:
+    """Returns the addresses of the interfaces by which the peers reach this rank's data port."""
+    assert cluster.rank is not None
+    if is_loopback(cluster.ring[cluster.rank].address):
+        return []  # all its peers are on this host
+    hosts = []
+    for name in _interfaces(options):
+        try:
+            hosts.append(address_of_interface(name))
+        except OSError as error:
+            found = ", ".join(each for _, each in socket.if_nameindex())
+            raise ConfigError(
+                f"option interfaces names {name!r}, which has no IPv4 address here ({error}); "
+                f"this host has {found}. Name interfaces of this host, in the order of their "
+                "networks"
+            ) from error
+    return hosts
+
+
+def _interfaces(options: Options) -> list[str]:
+    return options.interfaces.split(",") if options.interfaces else []
+
+
 def stream_count(cluster: Cluster, options: Options) -> int:
-    """Returns how many streams of data a rank can use: by default by the cores that it has."""
+    """Returns how many streams of data a rank can use.
+
+    By default there are as many as its cores can serve, and one for each interface at least.
+    """
     if not options.uses_data_sockets or cluster.size == 1:
         return 1
     if options.streams:
         return options.streams
-    return max(1, min(core_count(cluster) // _CORES_OF_A_STREAM, _STREAMS))
+    served = min(core_count(cluster) // _CORES_OF_A_STREAM, _STREAMS)
+    return max(1, served, len(_interfaces(options)))
 
 
 @dataclass(frozen=True)

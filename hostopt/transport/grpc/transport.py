@@ -28,7 +28,7 @@ from hostopt.transport.grpc.liveness import Departure, Liveness
 from hostopt.transport.grpc.notes import STATUS_REQUEST, read_note
 from hostopt.transport.grpc.observer import Observation
 from hostopt.transport.grpc.rendezvous import Rendezvous
-from hostopt.transport.grpc.ring import Peers, Ring, stream_count
+from hostopt.transport.grpc.ring import Peers, Ring, data_hosts, stream_count
 from hostopt.transport.grpc.runtime import grpc, keep_freed_memory
 from hostopt.transport.grpc.server import RpcServer
 from hostopt.transport.message import Payload, Tag
@@ -47,7 +47,8 @@ class GrpcTransport(Transport):
         self._closed = False
         self._pid = os.getpid()
         security = Security(cluster, options)
-        self._peers = peers = Peers(cluster, stream_count(cluster, options))
+        streams_, hosts = stream_count(cluster, options), data_hosts(cluster, options)
+        self._peers = peers = Peers(cluster, streams_, hosts)
         self._ring = ring = Ring(peers, options, security, ring_.DEFAULT, self.mailbox, self.abort)
         self._client = client = RpcClient(ring, service)
         self._server = RpcServer(ring)

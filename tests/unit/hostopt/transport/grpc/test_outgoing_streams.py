@@ -209,6 +209,9 @@ def test_a_stream_that_breaks_names_its_ends(spawn_tcp: Spawn) -> None:
         (Options(), 16, ["127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.1", "b"], 2),
         (Options(), 4, ["127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.1"], 2),
         (Options(), 1, ["127.0.0.1", "127.0.0.1"], 1),
+        (Options(interfaces="ib0,ib1,ib2"), 2, ["127.0.0.1", "b"], 3),
+        (Options(interfaces="ib0,ib1"), 16, ["127.0.0.1", "b"], 4),
+        (Options(interfaces="ib0,ib1,ib2", streams=2), 16, ["127.0.0.1", "b"], 2),
         (Options(streams=7), 1, ["127.0.0.1", "127.0.0.1"], 7),
         (Options(streams=7, communication="grpc"), 16, ["127.0.0.1", "b"], 1),
     ],
@@ -230,7 +233,7 @@ def test_the_number_of_streams(
 def test_the_rank_with_the_fewest_streams_decides() -> None:
     cluster = Cluster.from_dict({"worker": ["127.0.0.1:1", "b:1", "c:1"]}, "worker", 0)
     peers = Peers(cluster, streams=4)
-    hello = {"incarnation": "9", "data_port": 1}
+    hello = {"incarnation": "9", "data_port": 1, "data_hosts": []}
     for peer, streams in ((1, 3), (2, 2)):
         peers.add(peer, {**hello, "data_streams": streams})
     assert peers.streams == 2

@@ -8,7 +8,9 @@ import pytest
 from harness import ROOT
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.transport.grpc.ring import DEFAULT, INCARNATION, Peers
+from hostopt.errors import ConfigError
+from hostopt.options import Options
+from hostopt.transport.grpc.ring import DEFAULT, INCARNATION, Peers, data_hosts
 
 DOCUMENTATION = (ROOT / "docs/wire.md").read_text()
 CLUSTER = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]}, "worker", 2)
@@ -49,6 +51,47 @@ def test_names_and_reasons_of_missing_peers() -> None:
     assert peers.missing_names() == (
         "worker:0 (127.0.0.1:1), worker:1 (127.0.0.1:2), which runs another program"
     )
+
+
+# --- interfaces --------------------------------------------------------------------------------
+
+
+def cluster_at(host: str) -> Cluster:
+    return Cluster.from_dict({"worker": [f"{host}:1", "b:2222"]}, "worker", 0)
+
+
+def test_streams_take_the_interfaces_of_their_peer_in_turn() -> None:
+    peers = Peers(cluster_at("192.0.2.7"))
+    peers.add(
+        1,
+        {"incarnation": "9", "data_port": 7, "data_hosts": ["10.0.0.1", "10.1.0.1"]}
+        | {"data_streams": 3},
+    )
+    addresses = [peers.data_address(1, stream) for stream in range(3)]
+    assert addresses == ["10.0.0.1:7", "10.1.0.1:7", "10.0.0.1:7"]
+
+
+def test_a_peer_without_interfaces_is_reached_at_its_address() -> None:
+    peers = Peers(cluster_at("192.0.2.7"))
+    peers.add(1, {"incarnation": "9", "data_port": 7, "data_hosts": [], "data_streams": 1})
+    assert peers.data_address(1, 0) == "b:7"
+
+
+def test_the_addresses_of_interfaces() -> None:
+    assert data_hosts(cluster_at("192.0.2.7"), Options(interfaces="lo,lo")) == [
+        "127.0.0.1",
+        "127.0.0.1",
+    ]
+    assert data_hosts(cluster_at("192.0.2.7"), Options()) == []
+
+
+def test_a_rank_that_only_its_own_host_reaches_ignores_interfaces() -> None:
+    assert data_hosts(cluster_at("127.0.0.1"), Options(interfaces="missing")) == []
+
+
+def test_an_interface_that_the_host_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"names 'missing', .*; this host has .*\blo\b.*\. Name"):
+        data_hosts(cluster_at("192.0.2.7"), Options(interfaces="lo,missing"))
 
 
 # --- times -------------------------------------------------------------------------------------
