@@ -52,7 +52,7 @@ class LossKind:
     reason: str
     problem: tuple[str, str] | tuple[()] = ()  # if it is neither: a text, and the remedy
     penalties: tuple[tuple[tf.Operation, int], ...] = ()  # inputs that count once in all ranks
-    is_assumed: bool = False
+    warns: bool = False  # the model may not be that of one process
 
 
 def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True) -> LossKind:
@@ -73,7 +73,14 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
         return LossKind(False, "it does not depend on the data")
     if value.degree is None:
         reason = f"this is assumed, as {value.by} hides how it is reduced over the batch"
-        return LossKind(False, reason, is_assumed=True)
+        return LossKind(False, reason, warns=True)
+    if value.degree == 0 and value.divided_by:
+        reason = (
+            f"{value.by} reduces it. But {value.divided_by!r} divides by a number that depends on "
+            "the values of each rank's data, so the result differs from that of one process. "
+            "Divide by a number that is the same on all ranks, such as the batch size"
+        )
+        return LossKind(False, reason, penalties=value.penalties, warns=True)
     if value.degree == 0:
         return LossKind(False, f"{value.by} reduces it", penalties=value.penalties)
     if value.degree != 1:

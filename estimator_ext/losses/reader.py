@@ -41,6 +41,9 @@ _LARGER = ("Maximum", "Minimum")
 _CURVES: tuple[str, ...] = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "Tanh", "Sigmoid")
 _CURVES += ("Softplus", "Pow", "Reciprocal", "Inv")
 _COUNTS = ("Size", "StridedSlice", "Prod")
+_OF_SHAPES = ("Shape", "ShapeN", "Size", "OnesLike", "ZerosLike")  # whatever the values are
+_SELECTING = ("Gather", "GatherV2", "DynamicPartition")
+_OF_ELEMENTS = (*_PASSING, *PRODUCTS, *QUOTIENTS, *ADDING, *_CURVES, "SquaredDifference")
 _OF_SCALARS = (*ADDING, *_LARGER, *_CURVES, *_COUNTS)
 _POWERS = {"Square": 2, "Reciprocal": -1, "Inv": -1}
 
@@ -82,6 +85,9 @@ class Value:
     # "Sum" or "Mean" if it is reduced so over a dimension that may be that of the examples, as its
     # size is not static either
     other: str = ""
+    # the operation that divides it by a number, such as a sum of weights, that depends on the
+    # values of this rank's data
+    divided_by: str = ""
 
 
 def joined(values: Iterable[Value]) -> Value:
@@ -105,6 +111,7 @@ def joined(values: Iterable[Value]) -> Value:
         by,
         problems[0] if problems else (),
         tuple(dict.fromkeys(each for value in data for each in value.penalties)),
+        divided_by=next((each.divided_by for each in data if each.divided_by), ""),
     )
 
 
@@ -232,7 +239,9 @@ class LossReader:
     def _of(self, op: tf.Operation) -> Value:
         kind, tensor = op.type, op.outputs[0]
         if self._is_mean(op):
-            return Value(has_data=True, by=f"loss function {scope_of(op)!r}")
+            divided_by = op.name if self._depends_on_values(op.inputs[1]) else ""
+            by = f"loss function {scope_of(op)!r}"
+            return Value(has_data=True, by=by, divided_by=divided_by)
         if kind in _CALLING:
             return self._of_call(op)
         if (source := _captured_by(op)) is not None:
@@ -282,7 +291,8 @@ class LossReader:
             other = kind if unknown & axes else value.other
             return replace(value, axis=value.axis - fewer, other=other)
         if kind == "Mean":
-            return replace(value, axis=None, by=by, other="")
+            divided_by = op.name if self._is_of_chosen(op.inputs[0]) else value.divided_by
+            return replace(value, axis=None, by=by, other="", divided_by=divided_by)
         if value.other == "Mean":
             return replace(value, axis=None, by=by, problem=(OF_DIMENSIONS, CURE))
         count = 0 if None in shape else int(np.prod([shape[axis] for axis in axes]))
@@ -319,7 +329,33 @@ class LossReader:
         by = first.by if first.has_data else second.by
         penalties = (*first.penalties, *second.penalties)
         axis = axes[0] if axes else None
-        return Value(degree, axis, True, True, frozenset(sums), by, problem, penalties)
+        divided_by = first.divided_by or second.divided_by
+        if sign < 0 and second.degree == 1 and self._depends_on_values(op.inputs[1]):
+            divided_by = op.name
+        return Value(
+            degree, axis, True, True, frozenset(sums), by, problem, penalties, "", divided_by
+        )
+
+    def _depends_on_values(self, tensor: tf.Tensor) -> bool:
+        """Returns True if the data decide a number by more than their shapes."""
+
+        def before(op: tf.Operation) -> Collection[tf.Operation]:
+            return [] if op.type in _OF_SHAPES else _sources(op)
+
+        return any(op in self.data for op in walk([tensor.op], before))
+
+    def _is_of_chosen(self, tensor: tf.Tensor) -> bool:
+        """Returns True for elements that a mask has chosen, which may be more on another rank."""
+
+        def before(op: tf.Operation) -> Collection[tf.Operation]:
+            return _sources(op) if op.type in _OF_ELEMENTS else []
+
+        chosen = [op for op in walk([tensor.op], before) if op.type in _SELECTING]
+        return any(
+            op.type == "Where" and self._data.get(op, False)
+            for each in chosen
+            for op in walk([each.inputs[1].op], _sources)
+        ) or any(each.type == "DynamicPartition" for each in chosen)
 
     def _count(self, op: tf.Operation) -> Value:
         source = op.inputs[0]

@@ -136,7 +136,7 @@ class _Shards:
             current, data = POLICIES[self.policy], with_policy(data, self.policy)
         if current != _AutoShard.FILE:
             data, _ = self.check.in_one_order(data, self.config)
-        with tf.device(HOST_DEVICE):
+        with tf.device(HOST_DEVICE), options_in_graph():
             data = AutoShardDataset(data, self.size, self.rank)
         if self.rank == 0:
             _log.info(

@@ -345,7 +345,7 @@ class GradientReduction:
         for each in self._losses if self.size > 1 else ():
             kind = "sum" if each.is_sum else "mean"
             text = "gradients are the %s over %d ranks, as the loss is a %s over the batch: %s"
-            log = _log.warning if each.is_assumed else _log.info
+            log = _log.warning if each.warns else _log.info
             log(text, kind, self.size, kind, each.reason)
         graph = marked_graph()
         if graph is None or not self._losses:

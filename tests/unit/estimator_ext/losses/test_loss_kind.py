@@ -71,8 +71,61 @@ def unknown(m: Model) -> tf.Tensor:
 def test_what_python_computes_is_assumed_to_be_a_mean() -> None:
     kind = kind_of(unknown)
     assert not kind.is_sum
-    assert kind.is_assumed
+    assert kind.warns
     assert kind.reason.startswith("this is assumed, as PyFunc")
+
+
+def weights_of(m: Model) -> tf.Tensor:
+    return tf.cast(m.x[:, 0] > 0, tf.float64)
+
+
+def weighted_mean(m: Model) -> tf.Tensor:
+    return tf.reduce_sum(m.each * weights_of(m)) / (tf.reduce_sum(weights_of(m)) + 1e-5)
+
+
+def weighted_by_a_loss_function(m: Model) -> tf.Tensor:
+    return v1.losses.compute_weighted_loss(m.each, weights_of(m))
+
+
+def mean_of_chosen(m: Model) -> tf.Tensor:
+    return tf.reduce_mean(tf.boolean_mask(m.each, m.x[:, 0] > 0))
+
+
+def mean_of_a_part(m: Model) -> tf.Tensor:
+    parts = tf.dynamic_partition(m.each, tf.cast(m.x[:, 0] > 0, tf.int32), 2)
+    return tf.reduce_mean(parts[0]) + m.mean
+
+
+RATIOS = [weighted_mean, weighted_by_a_loss_function, mean_of_chosen, mean_of_a_part]
+
+
+@pytest.mark.parametrize("pipeline", OF_RANKS)
+@pytest.mark.parametrize("build", RATIOS)
+def test_a_divisor_of_each_rank_is_warned_of(build: Any, pipeline: str) -> None:
+    kind = kind_of(build, pipeline)
+    assert not kind.is_sum
+    assert kind.warns
+    assert "divides by a number that depends on the values of each rank's data" in kind.reason
+
+
+def mean_of_examples(m: Model) -> tf.Tensor:
+    return m.sum / m.examples
+
+
+def mean_of_a_loss_function(m: Model) -> tf.Tensor:
+    return v1.losses.mean_squared_error(m.y, m.out)
+
+
+def mean_of_directions(m: Model) -> tf.Tensor:
+    norms = tf.reduce_sum(m.x**2, 1, keepdims=True)
+    return tf.reduce_mean(m.each[:, None] / norms)
+
+
+@pytest.mark.parametrize(
+    "build", [mean_of_examples, mean_of_a_loss_function, mean_of_directions, LOSSES["mean"]]
+)
+def test_other_divisors_are_not(build: Any) -> None:
+    assert not kind_of(build).warns
 
 
 def sequences(m: Model) -> tf.Tensor:
