@@ -14,7 +14,7 @@ that loss functions of `tf.compat.v1.losses` and Keras have stored in the graph.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -52,6 +52,7 @@ class LossKind:
     reason: str
     problem: tuple[str, str] | tuple[()] = ()  # if it is neither: a text, and the remedy
     penalties: tuple[tuple[tf.Operation, int], ...] = ()  # inputs that count once in all ranks
+    quotients: tuple[tf.Operation, ...] = ()  # whose gradients are to be weighted
     warns: bool = False  # the model may not be that of one process
 
 
@@ -74,15 +75,9 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
     if value.degree is None:
         reason = f"this is assumed, as {value.by} hides how it is reduced over the batch"
         return LossKind(False, reason, warns=True)
-    if value.degree == 0 and value.divided_by:
-        reason = (
-            f"{value.by} reduces it. But {value.divided_by!r} divides by a number that depends on "
-            "the values of each rank's data, so the result differs from that of one process. "
-            "Divide by a number that is the same on all ranks, such as the batch size"
-        )
-        return LossKind(False, reason, penalties=value.penalties, warns=True)
     if value.degree == 0:
-        return LossKind(False, f"{value.by} reduces it", penalties=value.penalties)
+        kind = LossKind(False, f"{value.by} reduces it", penalties=value.penalties)
+        return _with_quotients(kind, value, can_divide)
     if value.degree != 1:
         text = f"grows with the batch size to the power of {value.degree} ({value.by})"
         return LossKind(False, "", (text, CURE))
@@ -91,7 +86,20 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
         text = f"is a sum over the batch ({value.by}) times 1 / batch size, "
         text += "but batches may be smaller"
         return LossKind(False, "", (text, _CURE_OF_SMALLER))
-    return kind
+    return _with_quotients(kind, value, can_weigh=False)
+
+
+def _with_quotients(kind: LossKind, value: Value, can_weigh: bool) -> LossKind:
+    if not value.quotients or kind.problem:
+        return kind
+    if can_weigh and value.is_exact:
+        return replace(kind, quotients=value.quotients)
+    text = (
+        f"{kind.reason}. But {value.quotients[-1].name!r} divides by a number that depends on the "
+        "values of each rank's data, so the result differs from that of one process. Divide by a "
+        "number that is the same on all ranks, such as the batch size"
+    )
+    return replace(kind, reason=text, warns=True)
 
 
 class Penalties:

@@ -25,6 +25,7 @@ from estimator_ext.graphs.operation_kinds import (
     VARIABLES,
 )
 from estimator_ext.graphs.walks import data_before, original_functions, parameters, walk
+from estimator_ext.losses.divisors import can_weigh
 from estimator_ext.pipelines.batch_lengths import batch_sizes
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.reduced import outside
@@ -85,9 +86,9 @@ class Value:
     # "Sum" or "Mean" if it is reduced so over a dimension that may be that of the examples, as its
     # size is not static either
     other: str = ""
-    # the operation that divides it by a number, such as a sum of weights, that depends on the
-    # values of this rank's data
-    divided_by: str = ""
+    # operations that divide it by a number which depends on the values of this rank's data
+    quotients: tuple[tf.Operation, ...] = ()
+    is_exact: bool = True  # False if weights of the quotients do not make it that of one process
 
 
 def joined(values: Iterable[Value]) -> Value:
@@ -111,14 +112,20 @@ def joined(values: Iterable[Value]) -> Value:
         by,
         problems[0] if problems else (),
         tuple(dict.fromkeys(each for value in data for each in value.penalties)),
-        divided_by=next((each.divided_by for each in data if each.divided_by), ""),
+        quotients=tuple(dict.fromkeys(each for value in data for each in value.quotients)),
+        is_exact=all(each.is_exact for each in data),
     )
+
+
+def bent(value: Value) -> Value:
+    """Returns the value of a function that is not linear, which no weight of a quotient passes."""
+    return replace(value, is_exact=value.is_exact and not value.quotients)
 
 
 def curved(kind: str, value: Value) -> Value:
     """Returns the value of a power, or of another function, of a scalar."""
     if not value.degree:
-        return value
+        return bent(value)
     if kind in _POWERS:
         return replace(value, degree=_POWERS[kind] * value.degree)
     text = f"is a function ({kind}) of a sum over the batch ({value.by})"
@@ -239,9 +246,8 @@ class LossReader:
     def _of(self, op: tf.Operation) -> Value:
         kind, tensor = op.type, op.outputs[0]
         if self._is_mean(op):
-            divided_by = op.name if self._depends_on_values(op.inputs[1]) else ""
-            by = f"loss function {scope_of(op)!r}"
-            return Value(has_data=True, by=by, divided_by=divided_by)
+            value = Value(has_data=True, by=f"loss function {scope_of(op)!r}")
+            return self._divided(op, value) if self._depends_on_values(op.inputs[1]) else value
         if kind in _CALLING:
             return self._of_call(op)
         if (source := _captured_by(op)) is not None:
@@ -259,9 +265,11 @@ class LossReader:
             return curved(kind, values[0])
         if kind in _LARGER or kind in _JOINING:
             value = joined(values[1:] if kind.startswith("Select") else values)
+            value = bent(value) if kind in _LARGER else value
             has_axis = value.axis is not None
             return replace(value, axis=self._axis(tensor) if has_axis else None)
         value = values[0]  # of the same elements, perhaps in another shape
+        value = bent(value) if kind in ("Abs", "Relu") else value
         axis = None if value.axis is None else self._axis(tensor)
         is_lost = axis is None and value.axis is not None
         return replace(value, axis=axis, degree=None if is_lost else value.degree)
@@ -291,8 +299,8 @@ class LossReader:
             other = kind if unknown & axes else value.other
             return replace(value, axis=value.axis - fewer, other=other)
         if kind == "Mean":
-            divided_by = op.name if self._is_of_chosen(op.inputs[0]) else value.divided_by
-            return replace(value, axis=None, by=by, other="", divided_by=divided_by)
+            value = replace(value, axis=None, by=by, other="")
+            return self._divided(op, value) if self._is_of_chosen(op.inputs[0]) else value
         if value.other == "Mean":
             return replace(value, axis=None, by=by, problem=(OF_DIMENSIONS, CURE))
         count = 0 if None in shape else int(np.prod([shape[axis] for axis in axes]))
@@ -329,20 +337,32 @@ class LossReader:
         by = first.by if first.has_data else second.by
         penalties = (*first.penalties, *second.penalties)
         axis = axes[0] if axes else None
-        divided_by = first.divided_by or second.divided_by
-        if sign < 0 and second.degree == 1 and self._depends_on_values(op.inputs[1]):
-            divided_by = op.name
-        return Value(
-            degree, axis, True, True, frozenset(sums), by, problem, penalties, "", divided_by
+        pairs = (first, second), (second, first)
+        factors = [bent(v) if other.has_data or other.has_variables else v for v, other in pairs]
+        value = replace(
+            Value(degree, axis, True, True, frozenset(sums), by, problem, penalties),
+            quotients=(*first.quotients, *second.quotients),
+            is_exact=all(each.is_exact for each in factors),
         )
+        is_divided = sign < 0 and second.has_data and second.axis is None
+        if is_divided and self._depends_on_values(op.inputs[1]):
+            value = self._divided(op, value)
+        return value
+
+    def _divided(self, op: tf.Operation, value: Value) -> Value:
+        """Returns the value of a quotient whose divisor may be another one on each rank."""
+        if self.size == 1:
+            return value
+        is_fixed = not any(each.type in VARIABLES for each in _values_before(op.inputs[1]))
+        is_exact = value.is_exact and not value.quotients and is_fixed and can_weigh(op)
+        return replace(value, quotients=(*value.quotients, op), is_exact=is_exact)
 
     def _depends_on_values(self, tensor: tf.Tensor) -> bool:
         """Returns True if the data decide a number by more than their shapes."""
-
-        def before(op: tf.Operation) -> Collection[tf.Operation]:
-            return [] if op.type in _OF_SHAPES else _sources(op)
-
-        return any(op in self.data for op in walk([tensor.op], before))
+        return any(
+            op in self.data or (op.type in _OF_SHAPES and self._is_of_chosen(op.inputs[0]))
+            for op in _values_before(tensor)
+        )
 
     def _is_of_chosen(self, tensor: tf.Tensor) -> bool:
         """Returns True for elements that a mask has chosen, which may be more on another rank."""
@@ -411,6 +431,11 @@ def _sources(op: tf.Operation) -> list[tf.Operation]:
     if source is None:
         return data_before(op)
     return [source.op] if hasattr(source, "graph") else []  # else it has a value, as a constant
+
+
+def _values_before(tensor: tf.Tensor) -> Iterable[tf.Operation]:
+    """Returns the operations whose values, and not only their shapes, decide a tensor."""
+    return walk([tensor.op], lambda op: [] if op.type in _OF_SHAPES else _sources(op))
 
 
 def _number_of(tensor: tf.Tensor) -> float:

@@ -6,6 +6,7 @@ docs/architecture.md shows the way of a gradient, [G1] to [G7].
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -338,6 +339,8 @@ class GradientReduction:
             )
         if graph is not None:
             graph.penalties.divide(loss, self.values.share)
+            mean = functools.partial(self.values.reduce, is_mean=True)
+            graph.divisors.set(loss.quotients, mean, self.values.weights)
         self._losses[loss] = None
 
     def decide_loss(self, loss: tf.Tensor, is_mean: bool) -> bool:

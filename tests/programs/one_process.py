@@ -163,6 +163,30 @@ NEITHER: dict[str, Callable[[Model], tf.Tensor]] = {
     "mean / examples": lambda m: m.mean / m.examples,
 }
 LOSSES = {**MEANS, **SUMS, **NEITHER}
+
+
+def chosen_rows(m: Model) -> tf.Tensor:
+    return m.x[:, 0] > -0.5
+
+
+def weights_of(m: Model) -> tf.Tensor:
+    return tf.cast(chosen_rows(m), tf.float64)
+
+
+# quotients whose divisor is another one on each rank; equal to one process if `tf.gradients` of
+# the outermost graph differentiates them
+RATIOS: dict[str, Callable[[Model], tf.Tensor]] = {
+    "sum / weights": lambda m: tf.math.divide_no_nan(
+        tf.reduce_sum(m.each * weights_of(m)), tf.reduce_sum(weights_of(m))
+    ),
+    "mean / mean of weights": lambda m: (
+        tf.reduce_mean(m.each * weights_of(m)) / tf.reduce_mean(weights_of(m)) + m.penalty
+    ),
+    "tf.losses, weights": lambda m: tf.cast(
+        losses.compute_weighted_loss(m.each, weights_of(m)), tf.float64
+    ),
+    "mean of chosen": lambda m: m.mean + tf.reduce_mean(tf.boolean_mask(m.each, chosen_rows(m))),
+}
 OF_CONSTANTS = ("sum / batch", "sum * (1 / batch)", "each / batch", "half of the sum / batch")
 OF_CONSTANTS += ("tf.losses, sum * (1 / batch)", "tf.losses, weights 1 / batch")
 OF_CONSTANTS += ("average over the batch",)
@@ -482,6 +506,7 @@ class Program:
 
 
 PROGRAMS = [Program(*names) for names in itertools.product(LOSSES, [*UPDATES, *OTHERS], PIPELINES)]
+PROGRAMS += [Program(*names) for names in itertools.product(RATIOS, UPDATES, PIPELINES)]
 
 
 def chosen(seed: int, count: int) -> list[Program]:
@@ -501,7 +526,7 @@ def train_program(program: Program, training: by_name.Training) -> None:
 
     def model_fn(features: Any, mode: str) -> Any:
         model = Model(features, batch)
-        build = LOSSES[program.loss]
+        build = {**LOSSES, **RATIOS}[program.loss]
         if program.update in OTHERS:
             train_op = OTHERS[program.update](model, build)
             loss = build(model)

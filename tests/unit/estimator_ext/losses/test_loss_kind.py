@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from programs.one_process import LOSSES, MEANS, NEITHER, OF_RANKS, SUMS, Model
+from programs.one_process import LOSSES, MEANS, NEITHER, OF_RANKS, RATIOS, SUMS, Model
 from rings import Spawn
 
 import hostopt
@@ -75,36 +75,62 @@ def test_what_python_computes_is_assumed_to_be_a_mean() -> None:
     assert kind.reason.startswith("this is assumed, as PyFunc")
 
 
-def weights_of(m: Model) -> tf.Tensor:
-    return tf.cast(m.x[:, 0] > 0, tf.float64)
-
-
-def weighted_mean(m: Model) -> tf.Tensor:
-    return tf.reduce_sum(m.each * weights_of(m)) / (tf.reduce_sum(weights_of(m)) + 1e-5)
-
-
-def weighted_by_a_loss_function(m: Model) -> tf.Tensor:
-    return v1.losses.compute_weighted_loss(m.each, weights_of(m))
-
-
-def mean_of_chosen(m: Model) -> tf.Tensor:
-    return tf.reduce_mean(tf.boolean_mask(m.each, m.x[:, 0] > 0))
-
-
-def mean_of_a_part(m: Model) -> tf.Tensor:
-    parts = tf.dynamic_partition(m.each, tf.cast(m.x[:, 0] > 0, tf.int32), 2)
-    return tf.reduce_mean(parts[0]) + m.mean
-
-
-RATIOS = [weighted_mean, weighted_by_a_loss_function, mean_of_chosen, mean_of_a_part]
-
-
 @pytest.mark.parametrize("pipeline", OF_RANKS)
-@pytest.mark.parametrize("build", RATIOS)
-def test_a_divisor_of_each_rank_is_warned_of(build: Any, pipeline: str) -> None:
-    kind = kind_of(build, pipeline)
+@pytest.mark.parametrize("name", RATIOS)
+def test_a_quotient_by_a_number_of_each_rank_is_weighted(name: str, pipeline: str) -> None:
+    kind = kind_of(RATIOS[name], pipeline)
     assert not kind.is_sum
-    assert kind.warns
+    assert kind.quotients
+    assert not kind.warns
+
+
+def test_a_sum_by_the_number_of_chosen_elements_is_weighted() -> None:
+    def mean(m: Model) -> tf.Tensor:
+        chosen = tf.boolean_mask(m.each, m.x[:, 0] > 0)
+        return tf.reduce_sum(chosen) / tf.cast(tf.size(chosen), tf.float64)
+
+    assert kind_of(mean).quotients
+
+
+def test_the_means_of_parts_are_weighted() -> None:
+    def means(m: Model) -> tf.Tensor:
+        labels = tf.cast(m.x[:, 0] > 0, tf.int32)
+        return tf.add_n([tf.reduce_mean(p) for p in tf.dynamic_partition(m.each, labels, 2)])
+
+    assert len(kind_of(means).quotients) == 2
+
+
+def weighted(m: Model) -> tf.Tensor:
+    return RATIOS["sum / weights"](m)
+
+
+def overlap(m: Model) -> tf.Tensor:
+    total = tf.reduce_sum(m.out) + tf.reduce_sum(m.y)
+    return tf.reduce_sum(m.out * m.y) / total
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        overlap,
+        lambda m: tf.exp(weighted(m)),
+        lambda m: weighted(m) * m.mean,
+        lambda m: weighted(m) * m.variables[1][0],
+        lambda m: tf.maximum(weighted(m), 0.1),
+        lambda m: weighted(m) * m.examples,
+        lambda m: tf.reduce_sum(m.each * (m.x[:, 0] ** 2 / tf.reduce_sum(m.x[:, 0] ** 2))),
+        lambda m: tf.cond(m.step < 5, lambda: weighted(m), lambda: m.mean),
+        lambda m: tf.function(lambda: weighted(m), autograph=False)(),
+    ],
+    ids=[
+        *("of variables", "function", "product", "scaled", "at least", "times examples"),
+        *("of weights", "branch", "in a function"),
+    ],
+)
+def test_a_quotient_that_weights_do_not_mend_is_warned_of(build: Any) -> None:
+    kind = kind_of(build)
+    assert kind.warns, kind
+    assert not kind.quotients
     assert "divides by a number that depends on the values of each rank's data" in kind.reason
 
 
@@ -124,8 +150,10 @@ def mean_of_directions(m: Model) -> tf.Tensor:
 @pytest.mark.parametrize(
     "build", [mean_of_examples, mean_of_a_loss_function, mean_of_directions, LOSSES["mean"]]
 )
-def test_other_divisors_are_not(build: Any) -> None:
-    assert not kind_of(build).warns
+def test_other_divisors_are_left_alone(build: Any) -> None:
+    kind = kind_of(build)
+    assert not kind.warns
+    assert not kind.quotients
 
 
 def sequences(m: Model) -> tf.Tensor:
