@@ -1,8 +1,8 @@
 """Makes quotients in a loss count as in one process: a sum over all ranks by a sum over all ranks.
 
-A rank's quotient S / D may have its own D, as the number of masked words in its batch. The mean
-over the ranks of S / mean(D) is the quotient of one process. The loss stays as it is, as a program
-may read it on one rank only; its gradient is multiplied by D / mean(D) on the way to S.
+A rank's quotient S / D may have its own D, as the number of masked words in its batch. With the
+mean M of D over the ranks, the mean of S / M is the quotient of one process. The loss stays as it
+is, as a program may read it on one rank only; its gradient is multiplied by D / M on the way to S.
 """
 
 from __future__ import annotations
@@ -12,23 +12,36 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import control_flow_context, replace_input
+from estimator_ext._tf_private import constant_of, control_flow_context, replace_input
+from estimator_ext.graphs.operation_kinds import ADDING, PRODUCTS, QUOTIENTS
 from hostopt.tensorflow._tf_private import outermost
 
-
-def divisor_of(op: tf.Operation) -> tf.Tensor:
-    """Returns by what a quotient divides; for a mean the number of elements of each result."""
-    if op.type != "Mean":
-        return op.inputs[1]
-    size = tf.size(op.inputs[0], tf.int64) // tf.maximum(tf.size(op.outputs[0], tf.int64), 1)
-    return tf.cast(size, op.outputs[0].dtype)
+_SAME = ("Identity", "Cast", "StopGradient", "EnsureShape", "Reshape", "Squeeze", "ExpandDims")
+_COUNTS = ("Sum", "Size", "StridedSlice", "Mean")
+# With a constant operand, which is for all ranks together: max(D, 1), D + 1e-5, 0.5 * D
+_OF_TOTALS = ("Maximum", *ADDING, *PRODUCTS, *QUOTIENTS)
 
 
-def can_weigh(op: tf.Operation) -> bool:
-    """Returns True if each step runs a quotient once, and its divisor is one number."""
-    is_number = op.type == "Mean" or op.inputs[1].shape.rank == 0
+def can_weigh(op: tf.Operation, degree: float | None = None) -> bool:
+    """Returns True if each step runs a quotient once, and its divisor is a count or a mean.
+
+    Args:
+      degree: the one of the divisor in the number of examples; None if it is not known.
+    """
     is_outside = outermost(op.graph) is op.graph and control_flow_context(op) is None
-    return is_number and is_outside and op.outputs[0].dtype.is_floating
+    if not is_outside or not op.outputs[0].dtype.is_floating:
+        return False
+    if op.type == "Mean":
+        return True
+    after = _operations_after_count(op.inputs[1])
+    if after is None or op.inputs[1].shape.rank != 0:
+        return False
+    return degree in (None, 0 if _count(op.inputs[1], after).op.type == "Mean" else 1)
+
+
+def factor_of_one(dtype: tf.DType) -> tf.Tensor:
+    """Returns a scalar 1 of the default graph, whose input can be replaced later."""
+    return tf.raw_ops.PlaceholderWithDefault(input=tf.ones([], dtype), shape=[])
 
 
 class Divisors:
@@ -45,33 +58,103 @@ class Divisors:
                 continue
             dividend = op.inputs[0]
             with op.graph.as_default(), tf.control_dependencies(None), tf.device(op.device):
-                one = tf.ones([], dividend.dtype)
-                weight = tf.raw_ops.PlaceholderWithDefault(input=one, shape=[])
+                weight = factor_of_one(dividend.dtype)
                 replace_input(op, 0, _with_weighted_gradient(dividend, weight))
             self.weights[op] = weight.op
             self._unset.add(op)
 
     def set(
-        self, quotients: Iterable[tf.Operation], mean: Callable[..., tf.Tensor], weights: Any
+        self,
+        quotients: Iterable[tf.Operation],
+        size: int,
+        mean: Callable[..., tf.Tensor],
+        weights: Any,
     ) -> None:
         """Connects the weights of quotients to their divisors.
 
         Args:
+          size: number of ranks.
           mean: reduces a tensor, which it is given with a name, to its mean over the ranks.
           weights: the `BatchWeights` of this rank; None if each rank counts 1.
         """
-        for op in self._unset.intersection(quotients):
+        for op in quotients:
+            if op not in self._unset:
+                continue
             with op.graph.as_default(), tf.control_dependencies(None), tf.device(op.device):
-                divisor = tf.stop_gradient(divisor_of(op))
-                if weights is not None:  # a rank without data repeats its last batch
-                    divisor *= tf.cast(weights.sum_weight, divisor.dtype)
-                total = mean(divisor, f"the divisor of {op.name}")
-                if weights is not None:  # by which the gradient is multiplied later
-                    total *= tf.cast(weights.mean_weight, divisor.dtype)
-                replace_input(self.weights[op], 0, tf.math.divide_no_nan(divisor, total))
+                weight = _weight(op, size, mean, weights)
+                replace_input(self.weights[op], 0, tf.stop_gradient(weight))
             self._unset.remove(op)
 
 
+def _weight(
+    op: tf.Operation, size: int, mean: Callable[..., tf.Tensor], weights: Any
+) -> tf.Tensor:
+    """Returns by what this rank divides, divided by what it should divide by, as a scalar."""
+    dtype, after, is_mean = op.inputs[0].dtype, [], False
+    if op.type == "Mean":  # of the elements that a mask has chosen on this rank
+        results = tf.maximum(tf.size(op.outputs[0], tf.int64), 1)
+        divisor = count = tf.cast(tf.size(op.inputs[0], tf.int64) // results, dtype)
+    else:
+        divisor, after = op.inputs[1], _operations_after_count(op.inputs[1]) or []
+        count = _count(divisor, after)
+        is_mean, count = count.op.type == "Mean", tf.cast(count, dtype)
+    if weights is not None:  # a rank without data repeats its last batch
+        own = weights.mean_weight if is_mean else weights.sum_weight
+        count = tf.math.multiply_no_nan(count, tf.cast(own, dtype))
+    total = mean(count, f"the divisor of {op.name}")
+    for each in reversed(after):
+        total = _applied(each, total, 1 if is_mean else size)
+    if weights is not None and not is_mean:  # a sum is later multiplied by the weight of a mean
+        total *= tf.cast(weights.mean_weight, dtype)
+    return tf.math.divide_no_nan(divisor, total)
+
+
+def _count(divisor: tf.Tensor, after: list[tf.Operation]) -> tf.Tensor:
+    return after[-1].inputs[_index_of_data(after[-1])] if after else divisor
+
+
+def _operations_after_count(tensor: tf.Tensor) -> list[tf.Operation] | None:
+    """Returns the operations that make a divisor of a count, last one first; None for others."""
+    found: list[tf.Operation] = []
+    while tensor.op.type not in _COUNTS:
+        op = tensor.op
+        index = _index_of_data(op)
+        if index is None:
+            return None
+        found.append(op)
+        tensor = op.inputs[index]
+    return found
+
+
+def _index_of_data(op: tf.Operation) -> int | None:
+    """Returns the input that an operation passes on, perhaps combined with a constant."""
+    if op.type in _SAME:
+        return 0
+    if op.type not in _OF_TOTALS or len(op.inputs) != 2:
+        return None
+    is_constant = [constant_of(each) is not None for each in op.inputs]
+    if is_constant == [False, True]:
+        return 0
+    is_symmetric = op.type not in ("Sub", *QUOTIENTS)
+    return 1 if is_constant == [True, False] and is_symmetric else None
+
+
+def _applied(op: tf.Operation, total: tf.Tensor, size: int) -> tf.Tensor:
+    """Returns what an operation makes of the mean of `size` counts, whose sum it is meant for."""
+    if op.type in _SAME:
+        return total
+    index = _index_of_data(op)
+    assert index is not None
+    constant = tf.cast(op.inputs[1 - index], total.dtype)
+    if op.type == "Maximum":
+        return tf.maximum(total, constant / size)
+    if op.type in ADDING:
+        return total - constant / size if op.type == "Sub" else total + constant / size
+    return total * constant if op.type in PRODUCTS else total / constant
+
+
 def _with_weighted_gradient(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    weighted = tf.custom_gradient(lambda each: (tf.identity(each), lambda g: g * weight))
-    return weighted(tensor)
+    def weighted(each: tf.Tensor) -> Any:
+        return tf.identity(each), lambda g: tf.math.multiply_no_nan(g, weight)
+
+    return tf.custom_gradient(weighted)(tensor)

@@ -22,6 +22,7 @@ import tensorflow as tf
 from estimator_ext._tf_private import control_flow_context, replace_input
 from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, PRODUCTS, QUOTIENTS
 from estimator_ext.graphs.walks import data_before, walk
+from estimator_ext.losses.divisors import factor_of_one
 from estimator_ext.losses.reader import (
     CURE,
     CURE_OF_BOTH,
@@ -94,10 +95,11 @@ def _with_quotients(kind: LossKind, value: Value, can_weigh: bool) -> LossKind:
         return kind
     if can_weigh and value.is_exact:
         return replace(kind, quotients=value.quotients)
+    names = " or ".join(repr(each.name) for each in value.quotients)
     text = (
-        f"{kind.reason}. But {value.quotients[-1].name!r} divides by a number that depends on the "
-        "values of each rank's data, so the result differs from that of one process. Divide by a "
-        "number that is the same on all ranks, such as the batch size"
+        f"{kind.reason}, but {names} divides by a number of this rank's data, so the model is not "
+        "that of one process. Add the quotient of two sums to the loss as it is, outside of "
+        "branches and functions, or divide by a number that is the same on all ranks"
     )
     return replace(kind, reason=text, warns=True)
 
@@ -115,8 +117,7 @@ class Penalties:
                 continue
             penalty = op.inputs[index]
             with op.graph.as_default(), tf.control_dependencies(None), tf.device(penalty.device):
-                one = tf.ones([], penalty.dtype)
-                factor = tf.raw_ops.PlaceholderWithDefault(input=one, shape=[])
+                factor = factor_of_one(penalty.dtype)
                 replace_input(op, index, penalty * factor)
             self.factors[op, index] = factor.op
 

@@ -43,8 +43,11 @@ _CURVES: tuple[str, ...] = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "T
 _CURVES += ("Softplus", "Pow", "Reciprocal", "Inv")
 _COUNTS = ("Size", "StridedSlice", "Prod")
 _OF_SHAPES = ("Shape", "ShapeN", "Size", "OnesLike", "ZerosLike")  # whatever the values are
-_SELECTING = ("Gather", "GatherV2", "DynamicPartition")
-_OF_ELEMENTS = (*_PASSING, *PRODUCTS, *QUOTIENTS, *ADDING, *_CURVES, "SquaredDifference")
+_SELECTING = ("Gather", "GatherV2", "GatherNd", "DynamicPartition")
+# of as many elements as their inputs along the first dimension
+_OF_ROWS: tuple[str, ...] = (*_OF_TENSORS, *ADDING, *_LARGER, *_CURVES, "SquaredDifference")
+_OF_ROWS += ("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", "LogSoftmax")
+_OF_ROWS += ("Softmax", "MatMul", "BatchMatMulV2", "BiasAdd", "Max", "Min", "OneHot", "Xlogy")
 _OF_SCALARS = (*ADDING, *_LARGER, *_CURVES, *_COUNTS)
 _POWERS = {"Square": 2, "Reciprocal": -1, "Inv": -1}
 
@@ -142,6 +145,7 @@ class LossReader:
     size: int  # number of ranks
     said: str = ""  # "mean" or "sum" if the user says so
     weighted: bool = False  # True if batches may differ in length
+    weighs: bool = True  # False if the gradients of quotients cannot be weighted
     _values: dict[tf.Operation, Value] = field(default_factory=dict)
     _results: dict[tf.Operation, list[Value]] = field(default_factory=dict)  # of calls
     _data: dict[tf.Operation, bool] = field(default_factory=dict)
@@ -247,7 +251,9 @@ class LossReader:
         kind, tensor = op.type, op.outputs[0]
         if self._is_mean(op):
             value = Value(has_data=True, by=f"loss function {scope_of(op)!r}")
-            return self._divided(op, value) if self._depends_on_values(op.inputs[1]) else value
+            inner = [each for each in walk([op.inputs[0].op], _sources) if self._divides(each)]
+            value = replace(value, quotients=tuple(inner))
+            return self._divided(op, value) if self._divides(op) else bent(value)
         if kind in _CALLING:
             return self._of_call(op)
         if (source := _captured_by(op)) is not None:
@@ -265,7 +271,8 @@ class LossReader:
             return curved(kind, values[0])
         if kind in _LARGER or kind in _JOINING:
             value = joined(values[1:] if kind.startswith("Select") else values)
-            value = bent(value) if kind in _LARGER else value
+            is_bent = kind in _LARGER or (kind.startswith("Select") and values[0].has_data)
+            value = bent(value) if is_bent else value
             has_axis = value.axis is not None
             return replace(value, axis=self._axis(tensor) if has_axis else None)
         value = values[0]  # of the same elements, perhaps in another shape
@@ -289,6 +296,7 @@ class LossReader:
         shape = op.inputs[0].shape.as_list() if axes is not None else []
         unknown = {axis for axis, length in enumerate(shape) if length is None}
         if value.axis is None:  # a sum over one of two dimensions, then a mean over the other
+            value = bent(value) if op.type == "L2Loss" else value
             is_unclear = value.other == "Sum" and kind == "Mean" and unknown
             return replace(value, problem=(OF_DIMENSIONS, CURE)) if is_unclear else value
         if axes is None:
@@ -344,23 +352,29 @@ class LossReader:
             quotients=(*first.quotients, *second.quotients),
             is_exact=all(each.is_exact for each in factors),
         )
-        is_divided = sign < 0 and second.has_data and second.axis is None
-        if is_divided and self._depends_on_values(op.inputs[1]):
-            value = self._divided(op, value)
+        if sign < 0 and second.axis is None and self._divides(op):
+            value = self._divided(op, value, second.degree)
         return value
 
-    def _divided(self, op: tf.Operation, value: Value) -> Value:
+    def _divides(self, op: tf.Operation) -> bool:
+        """Returns True for a quotient by a number that depends on the values of the data."""
+        is_quotient = op.type in QUOTIENTS and self._data.get(op.inputs[1].op, True)
+        return is_quotient and self._depends_on_values(op.inputs[1])
+
+    def _divided(self, op: tf.Operation, value: Value, degree: float | None = None) -> Value:
         """Returns the value of a quotient whose divisor may be another one on each rank."""
         if self.size == 1:
             return value
         is_fixed = not any(each.type in VARIABLES for each in _values_before(op.inputs[1]))
-        is_exact = value.is_exact and not value.quotients and is_fixed and can_weigh(op)
+        is_exact = bent(value).is_exact and self.weighs and is_fixed and can_weigh(op, degree)
         return replace(value, quotients=(*value.quotients, op), is_exact=is_exact)
 
     def _depends_on_values(self, tensor: tf.Tensor) -> bool:
         """Returns True if the data decide a number by more than their shapes."""
         return any(
-            op in self.data or (op.type in _OF_SHAPES and self._is_of_chosen(op.inputs[0]))
+            op in self.data
+            or OF_THIS_RANK.match(op.type) is not None
+            or (op.type in _OF_SHAPES and self._is_of_chosen(op.inputs[0]))
             for op in _values_before(tensor)
         )
 
@@ -368,7 +382,7 @@ class LossReader:
         """Returns True for elements that a mask has chosen, which may be more on another rank."""
 
         def before(op: tf.Operation) -> Collection[tf.Operation]:
-            return _sources(op) if op.type in _OF_ELEMENTS else []
+            return _sources(op) if op.type in _OF_ROWS else []
 
         chosen = [op for op in walk([tensor.op], before) if op.type in _SELECTING]
         return any(

@@ -104,14 +104,21 @@ class MarkedGraph(tf.Graph):
         self.marks_gradients = reduction.uses_gradients_of_graph
         if reduction.at_backward:
             is_weighted = reduction.values.weights is not None
-            self.read_losses(data, reduction.size, said, is_weighted)
+            # a divisor would be exchanged for each micro-batch, but the ends of data once a step
+            weighs = not (is_weighted and reduction.accumulation is not None)
+            self.read_losses(data, reduction.size, said, is_weighted, weighs)
 
     def read_losses(
-        self, data: Collection[tf.Operation], size: int, said: str = "", weighted: bool = False
+        self,
+        data: Collection[tf.Operation],
+        size: int,
+        said: str = "",
+        weighted: bool = False,
+        weighs: bool = True,
     ) -> None:
         """Reads the graphs of losses from now on, in a program that does not know of ranks."""
         functions, marks = self._loss_functions, self.marks
-        self._reader = LossReader(data, functions, marks, size, said, weighted)
+        self._reader = LossReader(data, functions, marks, size, said, weighted, weighs)
 
     def loss_kind(
         self, targets: Sequence[Any], weights: Sequence[Any] = (), can_divide: bool = True

@@ -88,6 +88,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 def address_of_interface(name: str) -> str:
     """Returns the IPv4 address of a network interface of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        socket.if_nametoindex(name)  # the request cuts a long name
         answer = fcntl.ioctl(end, _SIOCGIFADDR, _IFREQ.pack(os.fsencode(name), b""))
     return socket.inet_ntoa(_IFREQ.unpack(answer)[1])
 

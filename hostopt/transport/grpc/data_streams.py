@@ -249,8 +249,8 @@ class OutgoingStreams:
                 return
             _log.warning(
                 "rank %d cannot reach the data port of %s at %s: %s. Data goes over %s, which "
-                "is slower. Open the ports of the ranks to each other, or set "
-                "communication='grpc'",
+                "is slower. Open the ports of the ranks to each other, correct "
+                "HOSTOPT_INTERFACES, or set communication='grpc'",
                 peers.rank,
                 peers.cluster.describe(peer),
                 address,

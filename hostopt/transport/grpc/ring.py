@@ -133,9 +133,9 @@ def data_hosts(cluster: Cluster, options: Options) -> list[str]:
         except OSError as error:
             found = ", ".join(each for _, each in socket.if_nameindex())
             raise ConfigError(
-                f"option interfaces names {name!r}, which has no IPv4 address here ({error}); "
-                f"this host has {found}. Name interfaces of this host, in the order of their "
-                "networks"
+                f"option interfaces names {name!r}, but this host has no such interface with an "
+                f"IPv4 address, only {found} ({error}). Name interfaces of this host, in the same "
+                "order of networks on all ranks"
             ) from error
     return hosts
 
@@ -147,14 +147,15 @@ def _interfaces(options: Options) -> list[str]:
 def stream_count(cluster: Cluster, options: Options) -> int:
     """Returns how many streams of data a rank can use.
 
-    By default there are as many as its cores can serve, and one for each interface at least.
+    By default there are as many as its cores can serve, and as many on each interface.
     """
     if not options.uses_data_sockets or cluster.size == 1:
         return 1
     if options.streams:
         return options.streams
-    served = min(core_count(cluster) // _CORES_OF_A_STREAM, _STREAMS)
-    return max(1, served, len(_interfaces(options)))
+    served = max(1, min(core_count(cluster) // _CORES_OF_A_STREAM, _STREAMS))
+    lines = max(1, len(_interfaces(options)))
+    return -(-served // lines) * lines  # as many on each
 
 
 @dataclass(frozen=True)

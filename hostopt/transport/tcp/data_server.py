@@ -65,7 +65,11 @@ class DataServer:
             self._context = self._security.tls.server_context()
         host, _ = host_and_port(listen_address(address))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        # interfaces have IPv4 addresses, also if that of the rank is another
+        both = host == "::" and socket.has_dualstack_ipv6()
+        self._listener = socket.create_server(
+            (host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._accepting = asyncio.ensure_future(self._accept_all())

@@ -17,6 +17,7 @@ from estimator_ext.pipelines.data_order import OrderCheck
 from estimator_ext.reduction.gradient_marks import MarkedGraph
 
 v1 = tf.compat.v1
+losses = v1.losses
 BATCH = 12
 
 
@@ -84,12 +85,36 @@ def test_a_quotient_by_a_number_of_each_rank_is_weighted(name: str, pipeline: st
     assert not kind.warns
 
 
-def test_a_sum_by_the_number_of_chosen_elements_is_weighted() -> None:
-    def mean(m: Model) -> tf.Tensor:
-        chosen = tf.boolean_mask(m.each, m.x[:, 0] > 0)
-        return tf.reduce_sum(chosen) / tf.cast(tf.size(chosen), tf.float64)
+def rows_with(m: Model, mask: tf.Tensor) -> tf.Tensor:
+    """The loss of rows that are chosen before the model sees them."""
+    labels, out = (tf.boolean_mask(each, mask) for each in (m.y, m.out))
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.argmax(labels, 1), out)
 
-    assert kind_of(mean).quotients
+
+def by_size(m: Model) -> tf.Tensor:
+    chosen = rows_with(m, m.x[:, 0] > 0)
+    return tf.reduce_sum(chosen) / tf.cast(tf.size(chosen), tf.float64)
+
+
+def of_random_rows(m: Model) -> tf.Tensor:
+    weights = tf.cast(tf.random.uniform(tf.shape(m.each)) < 0.5, tf.float64)
+    return tf.reduce_sum(m.each * weights) / tf.maximum(tf.reduce_sum(weights), 1.0)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda m: tf.reduce_mean(rows_with(m, m.x[:, 0] > 0)),
+        lambda m: tf.reduce_mean(tf.gather_nd(m.each, tf.where(m.x[:, 0] > 0))),
+        by_size,
+        of_random_rows,
+    ],
+    ids=["rows", "gather_nd", "size", "random"],
+)
+def test_other_quotients_by_counts_are_weighted(build: Any) -> None:
+    kind = kind_of(build)
+    assert kind.quotients
+    assert not kind.warns
 
 
 def test_the_means_of_parts_are_weighted() -> None:
@@ -98,6 +123,10 @@ def test_the_means_of_parts_are_weighted() -> None:
         return tf.add_n([tf.reduce_mean(p) for p in tf.dynamic_partition(m.each, labels, 2)])
 
     assert len(kind_of(means).quotients) == 2
+
+
+def weights_of(m: Model) -> tf.Tensor:
+    return m.x[:, :1] ** 2
 
 
 def weighted(m: Model) -> tf.Tensor:
@@ -119,19 +148,23 @@ def overlap(m: Model) -> tf.Tensor:
         lambda m: tf.maximum(weighted(m), 0.1),
         lambda m: weighted(m) * m.examples,
         lambda m: tf.reduce_sum(m.each * (m.x[:, 0] ** 2 / tf.reduce_sum(m.x[:, 0] ** 2))),
+        lambda m: m.mean / tf.sqrt(tf.reduce_mean(m.y**2)),
+        lambda m: losses.mean_squared_error(
+            m.y, m.out, weights_of(m) / tf.reduce_mean(weights_of(m))
+        ),
         lambda m: tf.cond(m.step < 5, lambda: weighted(m), lambda: m.mean),
         lambda m: tf.function(lambda: weighted(m), autograph=False)(),
     ],
     ids=[
         *("of variables", "function", "product", "scaled", "at least", "times examples"),
-        *("of weights", "branch", "in a function"),
+        *("of weights", "by a root", "of normalized weights", "branch", "in a function"),
     ],
 )
 def test_a_quotient_that_weights_do_not_mend_is_warned_of(build: Any) -> None:
     kind = kind_of(build)
     assert kind.warns, kind
     assert not kind.quotients
-    assert "divides by a number that depends on the values of each rank's data" in kind.reason
+    assert "divides by a number of this rank's data" in kind.reason
 
 
 def mean_of_examples(m: Model) -> tf.Tensor:

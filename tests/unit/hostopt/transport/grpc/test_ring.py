@@ -90,7 +90,7 @@ def test_a_rank_that_only_its_own_host_reaches_ignores_interfaces() -> None:
 
 
 def test_an_interface_that_the_host_lacks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"names 'missing', .*; this host has .*\blo\b.*\. Name"):
+    with pytest.raises(ConfigError, match=r"names 'missing', .*, only .*\blo\b.*\. Name"):
         data_hosts(cluster_at("192.0.2.7"), Options(interfaces="lo,missing"))
 
 
