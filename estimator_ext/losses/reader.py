@@ -251,8 +251,9 @@ class LossReader:
         kind, tensor = op.type, op.outputs[0]
         if self._is_mean(op):
             value = Value(has_data=True, by=f"loss function {scope_of(op)!r}")
-            inner = [each for each in walk([op.inputs[0].op], _sources) if self._divides(each)]
-            value = replace(value, quotients=tuple(inner))
+            before = walk([op.inputs[0].op], _sources)
+            numbers = [each for each in before if each.type in QUOTIENTS and _is_by_number(each)]
+            value = replace(value, quotients=tuple(filter(self._divides, numbers)))
             return self._divided(op, value) if self._divides(op) else bent(value)
         if kind in _CALLING:
             return self._of_call(op)
@@ -357,9 +358,9 @@ class LossReader:
         return value
 
     def _divides(self, op: tf.Operation) -> bool:
-        """Returns True for a quotient by a number that depends on the values of the data."""
-        is_quotient = op.type in QUOTIENTS and self._data.get(op.inputs[1].op, True)
-        return is_quotient and self._depends_on_values(op.inputs[1])
+        """Returns True for a quotient whose divisor depends on the values of the data."""
+        is_of_data = self._data.get(op.inputs[1].op, True)
+        return is_of_data and self._depends_on_values(op.inputs[1])
 
     def _divided(self, op: tf.Operation, value: Value, degree: float | None = None) -> Value:
         """Returns the value of a quotient whose divisor may be another one on each rank."""
@@ -445,6 +446,10 @@ def _sources(op: tf.Operation) -> list[tf.Operation]:
     if source is None:
         return data_before(op)
     return [source.op] if hasattr(source, "graph") else []  # else it has a value, as a constant
+
+
+def _is_by_number(op: tf.Operation) -> bool:
+    return bool(op.inputs[1].shape.rank == 0)
 
 
 def _values_before(tensor: tf.Tensor) -> Iterable[tf.Operation]:

@@ -180,8 +180,17 @@ def mean_of_directions(m: Model) -> tf.Tensor:
     return tf.reduce_mean(m.each[:, None] / norms)
 
 
+def loss_function_of_directions(m: Model) -> tf.Tensor:
+    norms = tf.reduce_sum(m.x**2, 1, keepdims=True)
+    return losses.mean_squared_error(m.y / norms, m.out)
+
+
 @pytest.mark.parametrize(
-    "build", [mean_of_examples, mean_of_a_loss_function, mean_of_directions, LOSSES["mean"]]
+    "build",
+    [
+        *(mean_of_examples, mean_of_a_loss_function, LOSSES["mean"]),
+        *(mean_of_directions, loss_function_of_directions),
+    ],
 )
 def test_other_divisors_are_left_alone(build: Any) -> None:
     kind = kind_of(build)
