@@ -363,7 +363,7 @@ class LossReader:
         return is_of_data and self._depends_on_values(op.inputs[1])
 
     def _divided(self, op: tf.Operation, value: Value, degree: float | None = None) -> Value:
-        """Returns the value of a quotient whose divisor may be another one on each rank."""
+        """Returns the value of a quotient whose divisor may differ between ranks."""
         if self.size == 1:
             return value
         is_fixed = not any(each.type in VARIABLES for each in _values_before(op.inputs[1]))

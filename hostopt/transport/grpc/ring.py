@@ -145,17 +145,14 @@ def _interfaces(options: Options) -> list[str]:
 
 
 def stream_count(cluster: Cluster, options: Options) -> int:
-    """Returns how many streams of data a rank can use.
-
-    By default there are as many as its cores can serve, and as many on each interface.
-    """
+    """Returns how many streams of data a rank can use: by default by the cores that it has."""
     if not options.uses_data_sockets or cluster.size == 1:
         return 1
     if options.streams:
         return options.streams
     served = max(1, min(core_count(cluster) // _CORES_OF_A_STREAM, _STREAMS))
     lines = max(1, len(_interfaces(options)))
-    return -(-served // lines) * lines  # as many on each
+    return -(-served // lines) * lines  # the same number on each
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,9 @@ class GrpcTransport(Transport):
         self._closed = False
         self._pid = os.getpid()
         security = Security(cluster, options)
-        streams_, hosts = stream_count(cluster, options), data_hosts(cluster, options)
-        self._peers = peers = Peers(cluster, streams_, hosts)
+        self._peers = peers = Peers(
+            cluster, stream_count(cluster, options), data_hosts(cluster, options)
+        )
         self._ring = ring = Ring(peers, options, security, ring_.DEFAULT, self.mailbox, self.abort)
         self._client = client = RpcClient(ring, service)
         self._server = RpcServer(ring)
