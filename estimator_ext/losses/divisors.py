@@ -81,7 +81,7 @@ class Divisors:
             if op not in self._unset:
                 continue
             with op.graph.as_default(), tf.control_dependencies(None), tf.device(op.device):
-                weight = _weight(op, size, mean, weights)
+                weight = tf.cast(_weight(op, size, mean, weights), op.inputs[0].dtype)
                 replace_input(self.weights[op], 0, tf.stop_gradient(weight))
             self._unset.remove(op)
 
@@ -90,7 +90,9 @@ def _weight(
     op: tf.Operation, size: int, mean: Callable[..., tf.Tensor], weights: Any
 ) -> tf.Tensor:
     """Returns by what this rank divides, divided by what it should divide by, as a scalar."""
-    dtype, after, is_mean = op.inputs[0].dtype, [], False
+    after, is_mean, dtype = [], False, op.inputs[0].dtype
+    if dtype.size < tf.float32.size:  # which would round a count of all ranks, or overflow
+        dtype = tf.float32
     if op.type == "Mean":  # of the elements that a mask has chosen on this rank
         results = tf.maximum(tf.size(op.outputs[0], tf.int64), 1)
         divisor = count = tf.cast(tf.size(op.inputs[0], tf.int64) // results, dtype)
@@ -106,7 +108,7 @@ def _weight(
         total = _applied(each, total, 1 if is_mean else size)
     if weights is not None and not is_mean:  # a sum is later multiplied by the weight of a mean
         total *= tf.cast(weights.mean_weight, dtype)
-    return tf.math.divide_no_nan(divisor, total)
+    return tf.math.divide_no_nan(tf.cast(divisor, dtype), total)
 
 
 def _count(divisor: tf.Tensor, after: list[tf.Operation]) -> tf.Tensor:
