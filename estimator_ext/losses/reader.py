@@ -309,7 +309,7 @@ class LossReader:
             return replace(value, axis=value.axis - fewer, other=other)
         if kind == "Mean":
             value = replace(value, axis=None, by=by, other="")
-            return self._divided(op, value) if self._is_of_chosen(op.inputs[0]) else value
+            return self._divided(op, value) if _is_of_chosen(op.inputs[0]) else value
         if value.other == "Mean":
             return replace(value, axis=None, by=by, problem=(OF_DIMENSIONS, CURE))
         count = 0 if None in shape else int(np.prod([shape[axis] for axis in axes]))
@@ -360,7 +360,7 @@ class LossReader:
     def _divides(self, op: tf.Operation) -> bool:
         """Returns True for a quotient whose divisor depends on the values of the data."""
         is_of_data = self._data.get(op.inputs[1].op, True)
-        return is_of_data and self._depends_on_values(op.inputs[1])
+        return is_of_data and _depends_on_values(op.inputs[1], self.data)
 
     def _divided(self, op: tf.Operation, value: Value, degree: float | None = None) -> Value:
         """Returns the value of a quotient whose divisor may differ between ranks."""
@@ -369,28 +369,6 @@ class LossReader:
         is_fixed = not any(each.type in VARIABLES for each in _values_before(op.inputs[1]))
         is_exact = bent(value).is_exact and self.weighs and is_fixed and can_weigh(op, degree)
         return replace(value, quotients=(*value.quotients, op), is_exact=is_exact)
-
-    def _depends_on_values(self, tensor: tf.Tensor) -> bool:
-        """Returns True if the data decide a number by more than their shapes."""
-        return any(
-            op in self.data
-            or OF_THIS_RANK.match(op.type) is not None
-            or (op.type in _OF_SHAPES and self._is_of_chosen(op.inputs[0]))
-            for op in _values_before(tensor)
-        )
-
-    def _is_of_chosen(self, tensor: tf.Tensor) -> bool:
-        """Returns True for elements that a mask has chosen, which may be more on another rank."""
-
-        def before(op: tf.Operation) -> Collection[tf.Operation]:
-            return _sources(op) if op.type in _OF_ROWS else []
-
-        chosen = [op for op in walk([tensor.op], before) if op.type in _SELECTING]
-        return any(
-            op.type == "Where" and self._data.get(op, False)
-            for each in chosen
-            for op in walk([each.inputs[1].op], _sources)
-        ) or any(each.type == "DynamicPartition" for each in chosen)
 
     def _count(self, op: tf.Operation) -> Value:
         source = op.inputs[0]
@@ -450,6 +428,27 @@ def _sources(op: tf.Operation) -> list[tf.Operation]:
 
 def _is_by_number(op: tf.Operation) -> bool:
     return bool(op.inputs[1].shape.rank == 0)
+
+
+def _depends_on_values(tensor: tf.Tensor, data: Collection[tf.Operation]) -> bool:
+    """Returns True if the data of a rank decide a number by more than their shapes."""
+    return any(
+        op in data
+        or OF_THIS_RANK.match(op.type) is not None
+        or (op.type in _OF_SHAPES and _is_of_chosen(op.inputs[0]))
+        for op in _values_before(tensor)
+    )
+
+
+def _is_of_chosen(tensor: tf.Tensor) -> bool:
+    """Returns True for elements that a mask has chosen, which may be more on another rank."""
+
+    def before(op: tf.Operation) -> Collection[tf.Operation]:
+        return _sources(op) if op.type in _OF_ROWS else []
+
+    chosen = [op for op in walk([tensor.op], before) if op.type in _SELECTING]
+    found = {op.type for each in chosen for op in walk([each.inputs[1].op], _sources)}
+    return "Where" in found or any(each.type == "DynamicPartition" for each in chosen)
 
 
 def _values_before(tensor: tf.Tensor) -> Iterable[tf.Operation]:
