@@ -28,15 +28,19 @@ def can_weigh(op: tf.Operation, degree: float | None = None) -> bool:
     Args:
       degree: the one of the divisor in the number of examples; None if it is not known.
     """
-    is_outside = outermost(op.graph) is op.graph and control_flow_context(op) is None
-    if not is_outside or not op.outputs[0].dtype.is_floating:
+    if is_inside(op) or not op.outputs[0].dtype.is_floating:
         return False
     if op.type == "Mean":
         return True
-    after = _operations_after_count(op.inputs[1])
-    if after is None or op.inputs[1].shape.rank != 0:
+    found = _count_of(op.inputs[1])
+    if found is None or op.inputs[1].shape.rank != 0:
         return False
-    return degree in (None, 0 if _count(op.inputs[1], after).op.type == "Mean" else 1)
+    return degree in (None, 0 if found[0].op.type == "Mean" else 1)
+
+
+def is_inside(op: tf.Operation) -> bool:
+    """Returns True for an operation of a function, a branch or a loop."""
+    return outermost(op.graph) is not op.graph or control_flow_context(op) is not None
 
 
 def factor_of_one(dtype: tf.DType) -> tf.Tensor:
@@ -90,69 +94,59 @@ def _weight(
     op: tf.Operation, size: int, mean: Callable[..., tf.Tensor], weights: Any
 ) -> tf.Tensor:
     """Returns by what this rank divides, divided by what it should divide by, as a scalar."""
-    after, is_mean, dtype = [], False, op.inputs[0].dtype
+    dtype, is_mean = op.inputs[0].dtype, False
+    after: list[tuple[str, tf.Tensor]] = []
     if dtype.size < tf.float32.size:  # which would round a count of all ranks, or overflow
         dtype = tf.float32
     if op.type == "Mean":  # of the elements that a mask has chosen on this rank
         results = tf.maximum(tf.size(op.outputs[0], tf.int64), 1)
         divisor = count = tf.cast(tf.size(op.inputs[0], tf.int64) // results, dtype)
     else:
-        divisor, after = op.inputs[1], _operations_after_count(op.inputs[1]) or []
-        count = _count(divisor, after)
+        divisor, found = op.inputs[1], _count_of(op.inputs[1])
+        assert found is not None  # see `can_weigh`
+        count, after = found
         is_mean, count = count.op.type == "Mean", tf.cast(count, dtype)
     if weights is not None:  # a rank without data repeats its last batch
         own = weights.mean_weight if is_mean else weights.sum_weight
         count = tf.math.multiply_no_nan(count, tf.cast(own, dtype))
     total = mean(count, f"the divisor of {op.name}")
-    for each in reversed(after):
-        total = _applied(each, total, 1 if is_mean else size)
+    for kind, constant in reversed(after):
+        total = _applied(kind, constant, total, 1 if is_mean else size)
     if weights is not None and not is_mean:  # a sum is later multiplied by the weight of a mean
         total *= tf.cast(weights.mean_weight, dtype)
     return tf.math.divide_no_nan(tf.cast(divisor, dtype), total)
 
 
-def _count(divisor: tf.Tensor, after: list[tf.Operation]) -> tf.Tensor:
-    return after[-1].inputs[_index_of_data(after[-1])] if after else divisor
+def _count_of(divisor: tf.Tensor) -> tuple[tf.Tensor, list[tuple[str, tf.Tensor]]] | None:
+    """Returns the count or mean that a divisor is made of; None if it is made of something else.
 
-
-def _operations_after_count(tensor: tf.Tensor) -> list[tf.Operation] | None:
-    """Returns the operations that make a divisor of a count, last one first; None for others."""
-    found: list[tf.Operation] = []
-    while tensor.op.type not in _COUNTS:
-        op = tensor.op
-        index = _index_of_data(op)
-        if index is None:
+    It comes with the types and constants of the operations that make the divisor, last one first.
+    """
+    after: list[tuple[str, tf.Tensor]] = []
+    while divisor.op.type not in _COUNTS:
+        kind, operands = divisor.op.type, divisor.op.inputs
+        if kind in _SAME:
+            divisor = operands[0]
+            continue
+        if kind not in _OF_TOTALS or len(operands) != 2:
             return None
-        found.append(op)
-        tensor = op.inputs[index]
-    return found
+        divisor, constant = operands
+        if constant_of(constant) is None and kind not in ("Sub", *QUOTIENTS):
+            divisor, constant = constant, divisor
+        if constant_of(constant) is None:
+            return None
+        after.append((kind, constant))
+    return divisor, after
 
 
-def _index_of_data(op: tf.Operation) -> int | None:
-    """Returns the input that an operation passes on, perhaps combined with a constant."""
-    if op.type in _SAME:
-        return 0
-    if op.type not in _OF_TOTALS or len(op.inputs) != 2:
-        return None
-    is_constant = [constant_of(each) is not None for each in op.inputs]
-    if is_constant == [False, True]:
-        return 0
-    is_symmetric = op.type not in ("Sub", *QUOTIENTS)
-    return 1 if is_constant == [True, False] and is_symmetric else None
-
-
-def _applied(op: tf.Operation, total: tf.Tensor, size: int) -> tf.Tensor:
+def _applied(kind: str, constant: tf.Tensor, total: tf.Tensor, size: int) -> tf.Tensor:
     """Returns what an operation makes of the mean of `size` counts, whose sum it is meant for."""
-    if op.type in _SAME:
-        return total
-    index = _index_of_data(op)
-    assert index is not None
-    constant = tf.cast(op.inputs[1 - index], total.dtype)
-    if op.type == "Maximum":
+    constant = tf.cast(constant, total.dtype)
+    if kind == "Maximum":
         return tf.maximum(total, constant / size)
-    if op.type in ADDING:
-        return total - constant / size if op.type == "Sub" else total + constant / size
-    return total * constant if op.type in PRODUCTS else total / constant
+    if kind in ADDING:
+        return total - constant / size if kind == "Sub" else total + constant / size
+    return total * constant if kind in PRODUCTS else total / constant
 
 
 def _with_weighted_gradient(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:

@@ -19,10 +19,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import control_flow_context, replace_input
+from estimator_ext._tf_private import replace_input
 from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, PRODUCTS, QUOTIENTS
 from estimator_ext.graphs.walks import data_before, walk
-from estimator_ext.losses.divisors import factor_of_one
+from estimator_ext.losses.divisors import factor_of_one, is_inside
 from estimator_ext.losses.reader import (
     CURE,
     CURE_OF_BOTH,
@@ -33,7 +33,6 @@ from estimator_ext.losses.reader import (
     joined,
     scope_of,
 )
-from hostopt.tensorflow._tf_private import outermost
 
 _CURE_OF_SMALLER = (
     "Divide by the number of examples in the batch, or leave smaller batches out: "
@@ -67,8 +66,7 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
     if value.problem:
         return LossKind(False, "", value.problem)
     for op, index in value.penalties:
-        is_inside = outermost(op.graph) is not op.graph or control_flow_context(op) is not None
-        if is_inside or not can_divide:
+        if is_inside(op) or not can_divide:
             text = f"adds a penalty on weights ({op.inputs[index].name}) to a sum over the batch"
             return LossKind(False, "", (text, CURE_OF_BOTH))
     if not value.has_data:
@@ -98,8 +96,8 @@ def _with_quotients(kind: LossKind, value: Value, can_weigh: bool) -> LossKind:
     names = " or ".join(repr(each.name) for each in value.quotients)
     text = (
         f"{kind.reason}, but {names} divides by a number of this rank's data, so the model is not "
-        "that of one process. Add the quotient of two sums to the loss as it is, outside of "
-        "branches and functions, or divide by a number that is the same on all ranks"
+        "that of one process. Compute the quotient outside of branches and functions, and add it "
+        "to the loss unchanged, or divide by a number that is the same on all ranks"
     )
     return replace(kind, reason=text, warns=True)
 

@@ -160,12 +160,21 @@ def two_lines() -> Iterator[Link]:
         yield link
 
 
-def start_on(link: Link, directory: Path) -> list[RankProcess]:
+@pytest.fixture
+def on_two_lines(two_lines: Link, tmp_path: Path) -> Iterator[RankProcesses]:
     processes = RankProcesses(
         [f"{ip}:2222" for ip in ADDRESSES],
-        directory,
-        [["ip", "netns", "exec", name] for name in link.namespaces],
+        tmp_path,
+        [["ip", "netns", "exec", name] for name in two_lines.namespaces],
     )
+    try:
+        yield processes
+    finally:
+        left = processes.end()
+    assert not left
+
+
+def start_on_both(processes: RankProcesses) -> list[RankProcess]:
     return FaultRing(
         processes,
         HOSTOPT_TOKEN="of this test",
@@ -180,8 +189,8 @@ def sent_bytes(namespace: str, interface: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
-def test_data_travels_on_both_lines(two_lines: Link, tmp_path: Path) -> None:
-    for process in start_on(two_lines, tmp_path):
+def test_data_travels_on_both_lines(two_lines: Link, on_two_lines: RankProcesses) -> None:
+    for process in start_on_both(on_two_lines):
         assert_exact(process, steps=4)
         assert not process.stderr
     for namespace in two_lines.namespaces:
@@ -189,8 +198,10 @@ def test_data_travels_on_both_lines(two_lines: Link, tmp_path: Path) -> None:
         assert min(sent) > 0.4 * sum(sent), sent
 
 
-def test_a_line_that_is_down_leaves_its_data_to_the_other(two_lines: Link, tmp_path: Path) -> None:
+def test_a_line_that_is_down_leaves_its_data_to_the_other(
+    two_lines: Link, on_two_lines: RankProcesses
+) -> None:
     do(f"ip -n {two_lines.namespaces[1]} link set {SECOND_INTERFACE} down")
-    for process in start_on(two_lines, tmp_path):
+    for process in start_on_both(on_two_lines):
         assert_exact(process, steps=4)
         assert "Data goes over fewer streams" in process.stderr

@@ -65,7 +65,7 @@ class DataServer:
             self._context = self._security.tls.server_context()
         host, _ = host_and_port(listen_address(address))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # interfaces have IPv4 addresses, also if that of the rank is another
+        # peers call the IPv4 addresses of interfaces even if this rank has an IPv6 address
         both = host == "::" and socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
             (host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both
