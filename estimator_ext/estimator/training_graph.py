@@ -209,7 +209,7 @@ class TrainingGraph:
         if reduction.uses_gradients_of_graph:
             # factors that make the terms of a loss parts of the ranks
             data = {*data, *graph.scale_factors, *graph.penalties.factors.values()}
-            data.update(graph.divisors.weights.values())
+            data.update(graph.nonlinear.weights.values())
             updates = read_updates(targets, data, reduction.sums)
             if mend_unreduced_updates(reduction, updates, data):
                 updates = read_updates(targets, data, reduction.sums)

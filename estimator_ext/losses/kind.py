@@ -22,7 +22,8 @@ import tensorflow as tf
 from estimator_ext._tf_private import replace_input
 from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, PRODUCTS, QUOTIENTS
 from estimator_ext.graphs.walks import data_before, walk
-from estimator_ext.losses.divisors import factor_of_one, is_inside
+from estimator_ext.losses.comparisons import comparison
+from estimator_ext.losses.nonlinear import factor_of_one, is_inside
 from estimator_ext.losses.reader import (
     CURE,
     CURE_OF_BOTH,
@@ -52,7 +53,7 @@ class LossKind:
     reason: str
     problem: tuple[str, str] | tuple[()] = ()  # if it is neither: a text, and the remedy
     penalties: tuple[tuple[tf.Operation, int], ...] = ()  # inputs that count once in all ranks
-    quotients: tuple[tf.Operation, ...] = ()  # whose gradients are to be weighted
+    nonlinear: tuple[tf.Operation, ...] = ()  # whose gradients are to be weighted
     warns: bool = False  # the model may not be that of one process
 
 
@@ -76,30 +77,43 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
         return LossKind(False, reason, warns=True)
     if value.degree == 0:
         kind = LossKind(False, f"{value.by} reduces it", penalties=value.penalties)
-        return _with_quotients(kind, value, can_divide)
+        return _with_warning(kind, value, comparison(tensors, reader), can_divide)
     if value.degree != 1:
         text = f"grows with the batch size to the power of {value.degree} ({value.by})"
         return LossKind(False, "", (text, CURE))
-    kind = _kind_of_sums(value, reader.lengths, reader.size)
+    kind = _kind_of_sums(value, reader.batch.lengths, reader.size)
     if reader.weighted and not (kind.is_sum or kind.problem):
         text = f"is a sum over the batch ({value.by}) times 1 / batch size, "
         text += "but batches may be smaller"
         return LossKind(False, "", (text, _CURE_OF_SMALLER))
-    return _with_quotients(kind, value, can_weigh=False)
+    return _with_warning(kind, value, comparison(tensors, reader), can_weigh=False)
 
 
-def _with_quotients(kind: LossKind, value: Value, can_weigh: bool) -> LossKind:
-    if not value.quotients or kind.problem:
+def _with_warning(
+    kind: LossKind, value: Value, pairing: tf.Operation | None, can_weigh: bool
+) -> LossKind:
+    """Returns the kind with operations to be weighted, or with why the model may differ."""
+    if kind.problem:
         return kind
-    if can_weigh and value.is_exact:
-        return replace(kind, quotients=value.quotients)
-    names = " or ".join(repr(each.name) for each in value.quotients)
-    text = (
-        f"{kind.reason}, but {names} divides by a number of this rank's data, so the model is not "
-        "that of one process. Compute the quotient outside of branches and functions, and add it "
-        "to the loss unchanged, or divide by a number that is the same on all ranks"
-    )
-    return replace(kind, reason=text, warns=True)
+    said = "sum" if kind.is_sum else "mean"
+    if pairing is not None:
+        text = (
+            f"but {pairing.name!r} compares the examples of this rank only, so the model is "
+            f"not that of one process. Say `--loss {said}` if each rank is to compare its own"
+        )
+    elif not value.nonlinear:
+        return kind
+    elif can_weigh and value.is_exact:
+        return replace(kind, nonlinear=value.nonlinear)
+    else:
+        names = " or ".join(repr(each.name) for each in value.nonlinear)
+        text = (
+            f"but {names} divides by a number of this rank's data, or is a root or another "
+            "function of one, so the model is not that of one process. Compute it outside of "
+            "branches and functions, and add it to the loss unchanged, or use a number that is "
+            "the same on all ranks"
+        )
+    return replace(kind, reason=f"{kind.reason}, {text}", warns=True)
 
 
 class Penalties:

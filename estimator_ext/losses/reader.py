@@ -7,8 +7,6 @@ up in a product, and all terms of a sum must have the same one.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -25,8 +23,8 @@ from estimator_ext.graphs.operation_kinds import (
     VARIABLES,
 )
 from estimator_ext.graphs.walks import data_before, original_functions, parameters, walk
-from estimator_ext.losses.divisors import can_weigh
-from estimator_ext.pipelines.batch_lengths import batch_sizes
+from estimator_ext.losses.batch_axis import BatchAxis
+from estimator_ext.losses.nonlinear import can_weigh
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.reduced import outside
 
@@ -42,7 +40,8 @@ _LARGER = ("Maximum", "Minimum")
 _CURVES: tuple[str, ...] = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "Tanh", "Sigmoid")
 _CURVES += ("Softplus", "Pow", "Reciprocal", "Inv")
 _COUNTS = ("Size", "StridedSlice", "Prod")
-_OF_SHAPES = ("Shape", "ShapeN", "Size", "OnesLike", "ZerosLike")  # whatever the values are
+# whatever the values are
+_OF_SHAPES = ("Shape", "ShapeN", "Size", "OnesLike", "ZerosLike", "Range")
 _SELECTING = ("Gather", "GatherV2", "GatherNd", "DynamicPartition")
 # of as many elements as their inputs along the first dimension
 _OF_ROWS: tuple[str, ...] = (*_OF_TENSORS, *ADDING, *_LARGER, *_CURVES, "SquaredDifference")
@@ -89,9 +88,10 @@ class Value:
     # "Sum" or "Mean" if it is reduced so over a dimension that may be that of the examples, as its
     # size is not static either
     other: str = ""
-    # operations that divide it by a number which depends on the values of this rank's data
-    quotients: tuple[tf.Operation, ...] = ()
-    is_exact: bool = True  # False if weights of the quotients do not make it that of one process
+    # operations that are not linear in numbers which depend on the values of this rank's data, as
+    # a quotient by one, or its root
+    nonlinear: tuple[tf.Operation, ...] = ()
+    is_exact: bool = True  # False if weights of them do not make it that of one process
 
 
 def joined(values: Iterable[Value]) -> Value:
@@ -115,21 +115,29 @@ def joined(values: Iterable[Value]) -> Value:
         by,
         problems[0] if problems else (),
         tuple(dict.fromkeys(each for value in data for each in value.penalties)),
-        quotients=tuple(dict.fromkeys(each for value in data for each in value.quotients)),
+        nonlinear=tuple(dict.fromkeys(each for value in data for each in value.nonlinear)),
         is_exact=all(each.is_exact for each in data),
     )
 
 
+def added(op: tf.Operation, values: Sequence[Value]) -> Value:
+    """Returns the value of an addition, with the penalties among its inputs."""
+    value = joined(values)
+    if not value.degree:
+        return value
+    found = [i for i, v in enumerate(values) if not v.has_data and v.has_variables]
+    penalties = tuple((op, index) for index in found)
+    return replace(value, penalties=(*value.penalties, *penalties))
+
+
 def bent(value: Value) -> Value:
-    """Returns the value of a function that is not linear, which no weight of a quotient passes."""
-    return replace(value, is_exact=value.is_exact and not value.quotients)
+    """Returns the value of a function that is not linear, which no earlier weight passes."""
+    return replace(value, is_exact=value.is_exact and not value.nonlinear)
 
 
 def curved(kind: str, value: Value) -> Value:
-    """Returns the value of a power, or of another function, of a scalar."""
-    if not value.degree:
-        return bent(value)
-    if kind in _POWERS:
+    """Returns the value of a power, or of another function, of a sum over the batch."""
+    if kind in _POWERS and value.degree:
         return replace(value, degree=_POWERS[kind] * value.degree)
     text = f"is a function ({kind}) of a sum over the batch ({value.by})"
     return replace(value, degree=None, problem=value.problem or (text, CURE))
@@ -145,16 +153,20 @@ class LossReader:
     size: int  # number of ranks
     said: str = ""  # "mean" or "sum" if the user says so
     weighted: bool = False  # True if batches may differ in length
-    weighs: bool = True  # False if the gradients of quotients cannot be weighted
+    weighs: bool = True  # False if gradients cannot be weighted
+    batch: BatchAxis = field(init=False)
     _values: dict[tf.Operation, Value] = field(default_factory=dict)
     _results: dict[tf.Operation, list[Value]] = field(default_factory=dict)  # of calls
     _data: dict[tf.Operation, bool] = field(default_factory=dict)
     _variables: dict[tf.Operation, bool] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.batch = BatchAxis(self.data)
+
     def read(self, targets: Sequence[tf.Tensor]) -> None:
         """Reads all operations that compute tensors of one graph."""
         operations = [each.op for each in targets]
-        for op in walk(operations, lambda op: () if op in self._data else _sources(op)):
+        for op in walk(operations, lambda op: () if op in self._data else sources(op)):
             if op not in self._data:  # read earlier, or an argument of a function
                 self._note_origin(op)
         for op in walk(operations, self._before):
@@ -164,9 +176,9 @@ class LossReader:
     def _note_origin(self, op: tf.Operation) -> None:
         is_placed = op.type == "Placeholder" and op.outputs[0].dtype == tf.resource
         ends = is_same_on_all_ranks(op)
-        before = [] if ends else _sources(op)
+        before = [] if ends else sources(op)
         of_rank = OF_THIS_RANK.match(op.type) and not is_placed and _captured_by(op) is None
-        is_data = bool(of_rank) or op in self.data or _is_static_count(op, self.lengths)
+        is_data = bool(of_rank) or op in self.data or self.batch.is_length(op)
         is_data = is_data or any(self._data.get(each, False) for each in before)
         self._data[op] = is_data and not ends
         self._variables[op] = (
@@ -174,23 +186,6 @@ class LossReader:
             or is_placed
             or any(self._variables.get(each, False) for each in before)
         )
-
-    @functools.cached_property
-    def lengths(self) -> set[int]:
-        """Numbers of examples in a batch of this rank, as far as they are static."""
-        result: set[int] = set()
-        batched = [op for op in self.data if batch_sizes(op)]
-        # a dataset may be batched twice, as into sequences: the last one counts
-        earlier = walk(itertools.chain(*map(data_before, batched)), data_before)
-        for op in set(batched).difference(earlier):
-            sizes = map(constant_of, batch_sizes(op))
-            result |= {int(size) for size in sizes if size is not None}
-        for op in self.data:
-            if op.type.startswith(("Iterator", "QueueDequeue")):
-                shapes = [each.shape for each in op.outputs if each.dtype != tf.variant]
-                lengths = [shape.as_list()[0] for shape in shapes if shape.rank]
-                result |= {length for length in lengths if length is not None}
-        return result
 
     def _is_followed(self, op: tf.Operation) -> bool:
         if not self._data[op] or op in self.data or op in self.gradients:
@@ -200,7 +195,7 @@ class LossReader:
 
     def _before(self, op: tf.Operation) -> list[tf.Operation]:
         is_end = op in self._values or not self._is_followed(op) or self._is_mean(op)
-        return [] if is_end else _sources(op)
+        return [] if is_end else sources(op)
 
     def _is_mean(self, op: tf.Operation) -> bool:
         """Returns True for the quotient in a loss function that returns a mean."""
@@ -224,26 +219,15 @@ class LossReader:
 
     def _of_leaf(self, tensor: tf.Tensor) -> Value:
         """A value with a dimension of examples belongs to each example by itself."""
-        axis = self._axis(tensor)
+        axis = self.batch.of(tensor)
         by = f"{tensor.op.type} {tensor.op.name!r}"
         return Value(None if axis is None else 0, axis, True, by=by)
-
-    def _axis(self, tensor: tf.Tensor) -> int | None:
-        if not tensor.shape.rank:
-            return None
-        shape = tensor.shape.as_list()
-        if None in shape:
-            return int(shape.index(None))
-        found = [axis for axis, n in enumerate(shape) if n in self.lengths and n > 1]
-        if not found and any(shape[0] % n == 0 for n in self.lengths if n):
-            found = [0]  # a multiple, as after a reshape
-        return found[0] if found else None
 
     def _of_gradient(self, op: tf.Operation) -> Value:
         mark = self.gradients[op]
         source, axis = mark.source, None
         if source.dtype != tf.resource and self._data.get(source.op, False):
-            axis = self._axis(source)
+            axis = self.batch.of(source)
         by = f"gradient {op.name!r}"
         return Value(int(mark.loss.is_sum) - (axis is not None), axis, True, by=by)
 
@@ -251,9 +235,9 @@ class LossReader:
         kind, tensor = op.type, op.outputs[0]
         if self._is_mean(op):
             value = Value(has_data=True, by=f"loss function {scope_of(op)!r}")
-            before = walk([op.inputs[0].op], _sources)
+            before = walk([op.inputs[0].op], sources)
             numbers = [each for each in before if each.type in QUOTIENTS and _is_by_number(each)]
-            value = replace(value, quotients=tuple(filter(self._divides, numbers)))
+            value = replace(value, nonlinear=tuple(filter(self._divides, numbers)))
             return self._divided(op, value) if self._divides(op) else bent(value)
         if kind in _CALLING:
             return self._of_call(op)
@@ -267,18 +251,20 @@ class LossReader:
         if kind in _COUNTS:
             return self._count(op)
         if kind in ADDING:
-            return self._added(op, values)
+            return added(op, values)
         if kind in _CURVES:
-            return curved(kind, values[0])
+            return curved(op.type, values[0]) if values[0].degree else self._bent(op, values[0])
         if kind in _LARGER or kind in _JOINING:
             value = joined(values[1:] if kind.startswith("Select") else values)
-            is_bent = kind in _LARGER or (kind.startswith("Select") and values[0].has_data)
-            value = bent(value) if is_bent else value
+            if kind in _LARGER:
+                value = self._bent(op, value)
+            elif kind.startswith("Select") and values[0].has_data:
+                value = bent(value)
             has_axis = value.axis is not None
-            return replace(value, axis=self._axis(tensor) if has_axis else None)
+            return replace(value, axis=self.batch.of(tensor) if has_axis else None)
         value = values[0]  # of the same elements, perhaps in another shape
-        value = bent(value) if kind in ("Abs", "Relu") else value
-        axis = None if value.axis is None else self._axis(tensor)
+        value = self._bent(op, value) if kind in ("Abs", "Relu") else value
+        axis = None if value.axis is None else self.batch.of(tensor)
         is_lost = axis is None and value.axis is not None
         return replace(value, axis=axis, degree=None if is_lost else value.degree)
 
@@ -297,7 +283,7 @@ class LossReader:
         shape = op.inputs[0].shape.as_list() if axes is not None else []
         unknown = {axis for axis, length in enumerate(shape) if length is None}
         if value.axis is None:  # a sum over one of two dimensions, then a mean over the other
-            value = bent(value) if op.type == "L2Loss" else value
+            value = self._bent(op, value) if op.type == "L2Loss" else value
             is_unclear = value.other == "Sum" and kind == "Mean" and unknown
             return replace(value, problem=(OF_DIMENSIONS, CURE)) if is_unclear else value
         if axes is None:
@@ -350,25 +336,42 @@ class LossReader:
         factors = [bent(v) if other.has_data or other.has_variables else v for v, other in pairs]
         value = replace(
             Value(degree, axis, True, True, frozenset(sums), by, problem, penalties),
-            quotients=(*first.quotients, *second.quotients),
+            nonlinear=(*first.nonlinear, *second.nonlinear),
             is_exact=all(each.is_exact for each in factors),
         )
-        if sign < 0 and second.axis is None and self._divides(op):
-            value = self._divided(op, value, second.degree)
-        return value
+        if sign < 0 and second.axis is None:
+            return self._divided(op, value, second.degree) if self._divides(op) else value
+        is_of_batch = first.has_data and second.has_data and None in (first.axis, second.axis)
+        return self._not_linear(op, value) if is_of_batch and self._mixes(op) else value
+
+    def _bent(self, op: tf.Operation, value: Value) -> Value:
+        """Returns the value of a function that is not linear in its inputs."""
+        is_of_batch = value.axis is None and value.degree is not None
+        return self._not_linear(op, value) if is_of_batch and self._mixes(op) else bent(value)
+
+    def _mixes(self, op: tf.Operation) -> bool:
+        """Returns True if an operation takes values of the model and of data, not only counts."""
+        of_data = [each for each in op.inputs if self._data.get(each.op, False)]
+        is_of_model = any(each.type in VARIABLES for each in _values_before(op.outputs[0]))
+        return is_of_model and all(depends_on_values(each, self.data) for each in of_data)
 
     def _divides(self, op: tf.Operation) -> bool:
         """Returns True for a quotient whose divisor depends on the values of the data."""
         is_of_data = self._data.get(op.inputs[1].op, True)
-        return is_of_data and _depends_on_values(op.inputs[1], self.data)
+        return is_of_data and depends_on_values(op.inputs[1], self.data)
 
     def _divided(self, op: tf.Operation, value: Value, degree: float | None = None) -> Value:
         """Returns the value of a quotient whose divisor may differ between ranks."""
+        is_fixed = not any(each.type in VARIABLES for each in _values_before(op.inputs[1]))
+        value = self._not_linear(op, value, degree)
+        return replace(value, is_exact=value.is_exact and is_fixed)
+
+    def _not_linear(self, op: tf.Operation, value: Value, degree: float | None = None) -> Value:
+        """Notes an operation that is not linear in numbers of this rank's data."""
         if self.size == 1:
             return value
-        is_fixed = not any(each.type in VARIABLES for each in _values_before(op.inputs[1]))
-        is_exact = bent(value).is_exact and self.weighs and is_fixed and can_weigh(op, degree)
-        return replace(value, quotients=(*value.quotients, op), is_exact=is_exact)
+        is_exact = bent(value).is_exact and self.weighs and can_weigh(op, degree)
+        return replace(value, nonlinear=(*value.nonlinear, op), is_exact=is_exact)
 
     def _count(self, op: tf.Operation) -> Value:
         source = op.inputs[0]
@@ -378,20 +381,12 @@ class LossReader:
             axis = self.value(source.op.inputs[source.value_index]).axis
             begin = tf.get_static_value(op.inputs[1]) if op.type == "StridedSlice" else None
             index = None if begin is None else int(begin[0])
-        elif _is_static_count(op, self.lengths):
+        elif self.batch.is_length(op):
             axis = index = 0
         else:
             return self._of_leaf(op.outputs[0])
         degree = 0 if axis is None or index not in (None, axis) else 1
         return Value(degree, None, True, sums=frozenset({Sum()}), by=f"{op.type} {op.name!r}")
-
-    def _added(self, op: tf.Operation, values: Sequence[Value]) -> Value:
-        value = joined(values)
-        if not value.degree:
-            return value
-        found = [i for i, v in enumerate(values) if not v.has_data and v.has_variables]
-        penalties = tuple((op, index) for index in found)
-        return replace(value, penalties=(*value.penalties, *penalties))
 
     def _of_call(self, op: tf.Operation) -> Value:
         results = []
@@ -419,7 +414,8 @@ def _captured_by(op: tf.Operation) -> Any:
     return None if source is op.outputs[0] else source
 
 
-def _sources(op: tf.Operation) -> list[tf.Operation]:
+def sources(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations that compute the inputs of one, also from outside of its function."""
     source = _captured_by(op)
     if source is None:
         return data_before(op)
@@ -430,7 +426,7 @@ def _is_by_number(op: tf.Operation) -> bool:
     return bool(op.inputs[1].shape.rank == 0)
 
 
-def _depends_on_values(tensor: tf.Tensor, data: Collection[tf.Operation]) -> bool:
+def depends_on_values(tensor: tf.Tensor, data: Collection[tf.Operation]) -> bool:
     """Returns True if the data of a rank decide a number by more than their shapes."""
     return any(
         op in data
@@ -444,16 +440,16 @@ def _is_of_chosen(tensor: tf.Tensor) -> bool:
     """Returns True for elements that a mask has chosen, which may be more on another rank."""
 
     def before(op: tf.Operation) -> Collection[tf.Operation]:
-        return _sources(op) if op.type in _OF_ROWS else []
+        return sources(op) if op.type in _OF_ROWS else []
 
     chosen = [op for op in walk([tensor.op], before) if op.type in _SELECTING]
-    found = {op.type for each in chosen for op in walk([each.inputs[1].op], _sources)}
+    found = {op.type for each in chosen for op in walk([each.inputs[1].op], sources)}
     return "Where" in found or any(each.type == "DynamicPartition" for each in chosen)
 
 
 def _values_before(tensor: tf.Tensor) -> Iterable[tf.Operation]:
     """Returns the operations whose values, and not only their shapes, decide a tensor."""
-    return walk([tensor.op], lambda op: [] if op.type in _OF_SHAPES else _sources(op))
+    return walk([tensor.op], lambda op: [] if op.type in _OF_SHAPES else sources(op))
 
 
 def _number_of(tensor: tf.Tensor) -> float:
@@ -471,13 +467,3 @@ def _axes(op: tf.Operation) -> set[int] | None:
         return set(range(rank))
     axes = tf.get_static_value(op.inputs[1])
     return None if axes is None else {int(axis) % rank for axis in np.ravel(axes)}
-
-
-def _is_static_count(op: tf.Operation, lengths: Collection[int]) -> bool:
-    """Returns True for a number of examples that is taken from a static shape."""
-    if op.type != "StridedSlice" or op.outputs[0].shape.rank != 0:
-        return False
-    shape, begin = map(tf.get_static_value, op.inputs[:2])
-    is_known = shape is not None and begin is not None
-    is_shape = op.inputs[0].op.name.rpartition("/")[2].startswith("Shape")
-    return is_known and is_shape and int(shape[begin[0]]) in lengths

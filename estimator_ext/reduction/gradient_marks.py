@@ -28,8 +28,8 @@ from estimator_ext._tf_private import (
     is_reference,
 )
 from estimator_ext.graphs.walks import data_before, walk
-from estimator_ext.losses.divisors import Divisors
 from estimator_ext.losses.kind import MEAN, SUM, LossKind, Penalties, kind_of, last_reduction
+from estimator_ext.losses.nonlinear import NonlinearTerms
 from estimator_ext.losses.reader import LossReader
 from hostopt.tensorflow._tf_private import outermost
 from hostopt.tensorflow.ops import is_same_on_all_ranks
@@ -63,7 +63,7 @@ class MarkedGraph(tf.Graph):
         self._loss_is_scaled = False
         self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
         self._reader: LossReader | None = None
-        self.penalties, self.divisors = Penalties(), Divisors()
+        self.penalties, self.nonlinear = Penalties(), NonlinearTerms()
 
     @property
     def _is_loss_scaled_by_optimizer(self) -> bool:
@@ -134,7 +134,7 @@ class MarkedGraph(tf.Graph):
             return passed_on[0]
         kind = kind_of(targets, self._reader, can_divide)
         self.penalties.prepare(kind)
-        self.divisors.prepare(kind.quotients)
+        self.nonlinear.prepare(kind.nonlinear)
         return kind
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:

@@ -340,7 +340,7 @@ class GradientReduction:
         if graph is not None:
             graph.penalties.divide(loss, self.values.share)
             mean = functools.partial(self.values.reduce, is_mean=True)
-            graph.divisors.set(loss.quotients, self.size, mean, self.values.weights)
+            graph.nonlinear.set(loss.nonlinear, self.size, mean, self.values.weights)
         self._losses[loss] = None
 
     def decide_loss(self, loss: tf.Tensor, is_mean: bool) -> bool:

@@ -101,7 +101,7 @@ def _has_examples(reader: LossReader, tensor: tf.Tensor) -> bool:
     length = tensor.shape[0] if tensor.shape.rank else 1
     if axis is None or length == 1:
         return False
-    return axis == 0 or any(n % length == 0 for n in reader.lengths)
+    return axis == 0 or any(n % length == 0 for n in reader.batch.lengths)
 
 
 def _is_changed(

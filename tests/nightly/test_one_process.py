@@ -7,14 +7,16 @@ import itertools
 import pytest
 from halves import Halves
 from one_process_checks import check_program, train_programs
-from programs.one_process import RATIOS, Program, chosen
+from programs.one_process import NONLINEAR, Program, chosen
 
 SEED, COUNT = 32, 80
 CHOSEN = [program for program in chosen(SEED, COUNT) if not program.is_of_version_2]
 CHOSEN += [
     Program(*names, pipeline)
     for names, pipeline in zip(
-        itertools.product(RATIOS, ("clipped", "accumulated", "if small", "adam of tf.gradients")),
+        itertools.product(
+            NONLINEAR, ("clipped", "accumulated", "if small", "adam of tf.gradients")
+        ),
         itertools.cycle(("shuffled", "smaller last batch", "generator")),
     )
 ]

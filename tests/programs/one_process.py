@@ -173,9 +173,9 @@ def weights_of(m: Model) -> tf.Tensor:
     return tf.cast(chosen_rows(m), tf.float64)
 
 
-# quotients whose divisor is another one on each rank; equal to one process if `tf.gradients` of
-# the outermost graph differentiates them
-RATIOS: dict[str, Callable[[Model], tf.Tensor]] = {
+# quotients whose divisor is another one on each rank, and a root; equal to one process if
+# `tf.gradients` of the outermost graph differentiates them
+NONLINEAR: dict[str, Callable[[Model], tf.Tensor]] = {
     "sum / weights": lambda m: tf.math.divide_no_nan(
         tf.reduce_sum(m.each * weights_of(m)), tf.reduce_sum(weights_of(m))
     ),
@@ -186,6 +186,7 @@ RATIOS: dict[str, Callable[[Model], tf.Tensor]] = {
         losses.compute_weighted_loss(m.each, weights_of(m)), tf.float64
     ),
     "mean of chosen": lambda m: m.mean + tf.reduce_mean(tf.boolean_mask(m.each, chosen_rows(m))),
+    "root of a mean": lambda m: tf.sqrt(m.mean + 0.01) + m.penalty,
 }
 OF_CONSTANTS = ("sum / batch", "sum * (1 / batch)", "each / batch", "half of the sum / batch")
 OF_CONSTANTS += ("tf.losses, sum * (1 / batch)", "tf.losses, weights 1 / batch")
@@ -506,7 +507,7 @@ class Program:
 
 
 PROGRAMS = [Program(*names) for names in itertools.product(LOSSES, [*UPDATES, *OTHERS], PIPELINES)]
-PROGRAMS += [Program(*names) for names in itertools.product(RATIOS, UPDATES, PIPELINES)]
+PROGRAMS += [Program(*names) for names in itertools.product(NONLINEAR, UPDATES, PIPELINES)]
 
 
 def chosen(seed: int, count: int) -> list[Program]:
@@ -526,7 +527,7 @@ def train_program(program: Program, training: by_name.Training) -> None:
 
     def model_fn(features: Any, mode: str) -> Any:
         model = Model(features, batch)
-        build = {**LOSSES, **RATIOS}[program.loss]
+        build = {**LOSSES, **NONLINEAR}[program.loss]
         if program.update in OTHERS:
             train_op = OTHERS[program.update](model, build)
             loss = build(model)

@@ -24,6 +24,7 @@ CHOSEN = [
     Program("sum / weights", "descent", "smaller last batch"),
     Program("mean of chosen", "clipped", "shuffled"),
     Program("tf.losses, weights", "accumulated"),
+    Program("root of a mean", "descent", "smaller last batch"),
     Program("mean", "of parts"),
     Program("mean", "of parts, stacked"),
     Program("mean", "of parts, clipped"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from programs.one_process import LOSSES, MEANS, NEITHER, OF_RANKS, RATIOS, SUMS, Model
+from programs.one_process import LOSSES, MEANS, NEITHER, NONLINEAR, OF_RANKS, SUMS, Model
 from rings import Spawn
 
 import hostopt
@@ -77,11 +77,11 @@ def test_what_python_computes_is_assumed_to_be_a_mean() -> None:
 
 
 @pytest.mark.parametrize("pipeline", OF_RANKS)
-@pytest.mark.parametrize("name", RATIOS)
-def test_a_quotient_by_a_number_of_each_rank_is_weighted(name: str, pipeline: str) -> None:
-    kind = kind_of(RATIOS[name], pipeline)
+@pytest.mark.parametrize("name", NONLINEAR)
+def test_what_is_not_linear_in_numbers_of_each_rank_is_weighted(name: str, pipeline: str) -> None:
+    kind = kind_of(NONLINEAR[name], pipeline)
     assert not kind.is_sum
-    assert kind.quotients
+    assert kind.nonlinear
     assert not kind.warns
 
 
@@ -113,7 +113,14 @@ def of_random_rows(m: Model) -> tf.Tensor:
 )
 def test_other_quotients_by_counts_are_weighted(build: Any) -> None:
     kind = kind_of(build)
-    assert kind.quotients
+    assert kind.nonlinear
+    assert not kind.warns
+
+
+@pytest.mark.parametrize("function", [tf.sqrt, tf.square, tf.math.log, tf.exp])
+def test_a_function_of_a_mean_is_weighted(function: Any) -> None:
+    kind = kind_of(lambda m: 0.5 * function(m.mean) + m.penalty)
+    assert kind.nonlinear
     assert not kind.warns
 
 
@@ -122,7 +129,7 @@ def test_the_means_of_parts_are_weighted() -> None:
         labels = tf.cast(m.x[:, 0] > 0, tf.int32)
         return tf.add_n([tf.reduce_mean(p) for p in tf.dynamic_partition(m.each, labels, 2)])
 
-    assert len(kind_of(means).quotients) == 2
+    assert len(kind_of(means).nonlinear) == 2
 
 
 def weights_of(m: Model) -> tf.Tensor:
@@ -130,7 +137,7 @@ def weights_of(m: Model) -> tf.Tensor:
 
 
 def weighted(m: Model) -> tf.Tensor:
-    return RATIOS["sum / weights"](m)
+    return NONLINEAR["sum / weights"](m)
 
 
 def overlap(m: Model) -> tf.Tensor:
@@ -163,8 +170,100 @@ def overlap(m: Model) -> tf.Tensor:
 def test_a_quotient_that_weights_do_not_mend_is_warned_of(build: Any) -> None:
     kind = kind_of(build)
     assert kind.warns, kind
-    assert not kind.quotients
+    assert not kind.nonlinear
     assert "divides by a number of this rank's data" in kind.reason
+
+
+def by_loads(m: Model) -> tf.Tensor:
+    """The balance of experts: products of means over the batch."""
+    gates = tf.nn.softmax(m.out)
+    loads = tf.cast(tf.one_hot(tf.argmax(gates, 1), 3), tf.float64)
+    return m.mean + tf.reduce_sum(tf.reduce_mean(gates, 0) * tf.reduce_mean(loads, 0))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        by_loads,
+        lambda m: m.mean * tf.reduce_mean(tf.abs(m.out)),
+        lambda m: tf.maximum(m.mean, 0.1),
+        lambda m: tf.abs(m.mean - 0.1),
+        lambda m: tf.tanh(m.mean),
+        lambda m: tf.square(tf.sqrt(m.mean)),
+        lambda m: tf.sqrt(weighted(m)),
+        lambda m: tf.sqrt(m.mean) * m.variables[1][0],
+        lambda m: tf.reduce_mean(m.each * tf.reduce_mean(m.y)),
+        lambda m: tf.function(lambda: tf.sqrt(m.mean), autograph=False)(),
+    ],
+    ids=[
+        *("loads", "product", "at least", "distance", "tanh", "of a root", "of a quotient"),
+        *("scaled", "of each", "in a function"),
+    ],
+)
+def test_a_function_that_weights_do_not_mend_is_warned_of(build: Any) -> None:
+    kind = kind_of(build)
+    assert kind.warns, kind
+    assert not kind.nonlinear
+    assert "is a root or another function of one" in kind.reason
+
+
+def similar(m: Model) -> tf.Tensor:
+    """The loss of pairs, whose negatives are the other examples of the batch."""
+    scores = tf.matmul(m.out, m.y, transpose_b=True)
+    labels = tf.range(tf.shape(m.y)[0])
+    return tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=scores)
+    )
+
+
+def ranked(m: Model) -> tf.Tensor:
+    """The hinge of all pairs of examples."""
+    differences = m.out[:, :1] - tf.transpose(m.out[:, :1])
+    return tf.reduce_mean(tf.maximum(1.0 - differences, 0.0))
+
+
+@pytest.mark.parametrize("pipeline", OF_RANKS)
+@pytest.mark.parametrize(
+    "build",
+    [
+        similar,
+        ranked,
+        lambda m: tf.reduce_mean(tf.einsum("ij,kj->ik", m.out, m.y) ** 2),
+        lambda m: tf.reduce_mean((m.out[:, :1] - m.y[:, 0]) ** 2),
+        lambda m: m.mean + tf.reduce_mean(tf.matmul(m.out[None], m.y[None], adjoint_b=True)),
+    ],
+    ids=["similar", "ranked", "einsum", "broadcast by mistake", "batch of matrices"],
+)
+def test_pairs_of_examples_are_warned_of(build: Any, pipeline: str) -> None:
+    kind = kind_of(build, pipeline)
+    assert kind.warns, kind
+    assert "compares the examples of this rank only" in kind.reason
+    assert not kind_of(build, pipeline, said="mean").warns
+
+
+def attention(m: Model) -> tf.Tensor:
+    keys = tf.stack([m.out, m.y], 1)  # [examples, 2, 3]
+    weights = tf.nn.softmax(tf.matmul(keys, keys, transpose_b=True))
+    return tf.reduce_mean(tf.einsum("bij,bjk->bik", weights, keys) ** 2)
+
+
+def normalized(m: Model) -> tf.Tensor:
+    mean, variance = tf.nn.moments(m.out, [0])
+    return tf.reduce_mean(tf.nn.batch_normalization(m.out, mean, variance, None, None, 1e-3) ** 2)
+
+
+def of_sequences(m: Model) -> tf.Tensor:
+    lengths = tf.argmax(m.y, 1) + 1
+    mask = tf.sequence_mask(lengths, dtype=tf.float64)  # as long as the longest one
+    return tf.reduce_mean(m.each * tf.reduce_sum(mask, 1))
+
+
+@pytest.mark.parametrize("pipeline", OF_RANKS)
+@pytest.mark.parametrize("build", [attention, normalized, of_sequences])
+def test_each_example_by_itself_is_not_warned_of(build: Any, pipeline: str) -> None:
+    kind = kind_of(build, pipeline)
+    assert not kind.warns
+    assert not kind.is_sum
 
 
 def mean_of_examples(m: Model) -> tf.Tensor:
@@ -190,12 +289,14 @@ def loss_function_of_directions(m: Model) -> tf.Tensor:
     [
         *(mean_of_examples, mean_of_a_loss_function, LOSSES["mean"]),
         *(mean_of_directions, loss_function_of_directions),
+        lambda m: m.mean * tf.exp(-m.variables[1][0]) + m.variables[1][0],
+        lambda m: m.mean / tf.sqrt(tf.cast(tf.shape(m.x)[1], tf.float64)),
     ],
 )
 def test_other_divisors_are_left_alone(build: Any) -> None:
     kind = kind_of(build)
     assert not kind.warns
-    assert not kind.quotients
+    assert not kind.nonlinear
 
 
 def sequences(m: Model) -> tf.Tensor:
@@ -263,6 +364,6 @@ def test_the_length_of_a_batch_is_that_of_the_last_batching(spawn: Spawn) -> Non
             rows = tf.data.Dataset.from_tensor_slices(tf.zeros([24, 7])).batch(5).unbatch()
             dataset, _ = OrderCheck(communicator, "").in_one_order(rows.batch(6))
             v1.data.make_one_shot_iterator(dataset).get_next()
-            return LossReader(set(graph.get_operations()), {}, {}, 2).lengths
+            return LossReader(set(graph.get_operations()), {}, {}, 2).batch.lengths
 
     assert spawn(2, lengths) == [{6}, {6}]

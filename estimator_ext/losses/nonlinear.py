@@ -1,8 +1,10 @@
-"""Makes quotients in a loss count as in one process: a sum over all ranks by a sum over all ranks.
+"""Makes quotients and roots in a loss count as in one process, which has the data of all ranks.
 
 A rank's quotient S / D may have its own D, as the number of masked words in its batch. With the
-mean M of D over the ranks, the mean of S / M is the quotient of one process. The loss stays as it
-is, as a program may read it on one rank only; its gradient is multiplied by D / M on the way to S.
+mean M of D over the ranks, the mean of S / M is the quotient of one process. In the same way, the
+derivative of the root of a mean belongs to the mean over the ranks. The loss stays as it is, as a
+program may read it on one rank only; its gradient is multiplied by D / M on the way to S, or by
+f'(M) / f'(D) on the way to the input D of a function f.
 """
 
 from __future__ import annotations
@@ -20,18 +22,29 @@ _SAME = ("Identity", "Cast", "StopGradient", "EnsureShape", "Reshape", "Squeeze"
 _COUNTS = ("Sum", "Size", "StridedSlice", "Mean")
 # With a constant operand, which is for all ranks together: max(D, 1), D + 1e-5, 0.5 * D
 _OF_TOTALS = ("Maximum", *ADDING, *PRODUCTS, *QUOTIENTS)
+# Derivatives of functions of a mean, but for a constant factor
+_SLOPES: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "Sqrt": tf.math.rsqrt,
+    "Square": tf.identity,
+    "Log": tf.math.reciprocal,
+    "Exp": tf.exp,
+}
 
 
 def can_weigh(op: tf.Operation, degree: float | None = None) -> bool:
-    """Returns True if each step runs a quotient once, and its divisor is a count or a mean.
+    """Returns True if each step runs an operation once, and a weight makes it that of one process.
 
     Args:
+      op: a function of a mean; the mean of chosen elements; or a quotient, whose divisor has to be
+        a count or a mean.
       degree: the one of the divisor in the number of examples; None if it is not known.
     """
     if is_inside(op) or not op.outputs[0].dtype.is_floating:
         return False
-    if op.type == "Mean":
+    if op.type == "Mean" or op.type in _SLOPES:
         return True
+    if op.type not in QUOTIENTS:
+        return False
     found = _count_of(op.inputs[1])
     if found is None or op.inputs[1].shape.rank != 0:
         return False
@@ -48,40 +61,40 @@ def factor_of_one(dtype: tf.DType) -> tf.Tensor:
     return tf.raw_ops.PlaceholderWithDefault(input=tf.ones([], dtype), shape=[])
 
 
-class Divisors:
-    """The weights of the quotients in the losses of a graph, which are 1 until they are set."""
+class NonlinearTerms:
+    """The weights of quotients and roots in losses, which are 1 until they are set."""
 
     def __init__(self) -> None:
-        self.weights: dict[tf.Operation, tf.Operation] = {}  # by quotient
+        self.weights: dict[tf.Operation, tf.Operation] = {}  # by quotient or root
         self._unset: set[tf.Operation] = set()
 
-    def prepare(self, quotients: Iterable[tf.Operation]) -> None:
-        """Gives quotients a weight, before the backward pass of their loss is built."""
-        for op in quotients:
+    def prepare(self, operations: Iterable[tf.Operation]) -> None:
+        """Gives operations a weight, before the backward pass of their loss is built."""
+        for op in operations:
             if op in self.weights:
                 continue
-            dividend = op.inputs[0]
+            operand = op.inputs[0]
             with op.graph.as_default(), tf.control_dependencies(None), tf.device(op.device):
-                weight = factor_of_one(dividend.dtype)
-                replace_input(op, 0, _with_weighted_gradient(dividend, weight))
+                weight = factor_of_one(operand.dtype)
+                replace_input(op, 0, _with_weighted_gradient(operand, weight))
             self.weights[op] = weight.op
             self._unset.add(op)
 
     def set(
         self,
-        quotients: Iterable[tf.Operation],
+        operations: Iterable[tf.Operation],
         size: int,
         mean: Callable[..., tf.Tensor],
         weights: Any,
     ) -> None:
-        """Connects the weights of quotients to their divisors.
+        """Connects the weights of operations to the means over the ranks.
 
         Args:
           size: number of ranks.
           mean: reduces a tensor, which it is given with a name, to its mean over the ranks.
           weights: the `BatchWeights` of this rank; None if each rank counts 1.
         """
-        for op in quotients:
+        for op in operations:
             if op not in self._unset:
                 continue
             with op.graph.as_default(), tf.control_dependencies(None), tf.device(op.device):
@@ -93,11 +106,15 @@ class Divisors:
 def _weight(
     op: tf.Operation, size: int, mean: Callable[..., tf.Tensor], weights: Any
 ) -> tf.Tensor:
-    """Returns by what this rank divides, divided by what it should divide by, as a scalar."""
+    """Returns what the gradient of an operation's first input is to be multiplied by, a scalar."""
     dtype, is_mean = op.inputs[0].dtype, False
     after: list[tuple[str, tf.Tensor]] = []
     if dtype.size < tf.float32.size:  # which would round a count of all ranks, or overflow
         dtype = tf.float32
+    if op.type in _SLOPES:
+        slope, own = _SLOPES[op.type], tf.cast(op.inputs[0], dtype)
+        share = own if weights is None else _times(own, weights.mean_weight)
+        return tf.math.divide_no_nan(slope(mean(share, f"the input of {op.name}")), slope(own))
     if op.type == "Mean":  # of the elements that a mask has chosen on this rank
         results = tf.maximum(tf.size(op.outputs[0], tf.int64), 1)
         divisor = count = tf.cast(tf.size(op.inputs[0], tf.int64) // results, dtype)
@@ -107,14 +124,17 @@ def _weight(
         count, after = found
         is_mean, count = count.op.type == "Mean", tf.cast(count, dtype)
     if weights is not None:  # a rank without data repeats its last batch
-        own = weights.mean_weight if is_mean else weights.sum_weight
-        count = tf.math.multiply_no_nan(count, tf.cast(own, dtype))
+        count = _times(count, weights.mean_weight if is_mean else weights.sum_weight)
     total = mean(count, f"the divisor of {op.name}")
     for kind, constant in reversed(after):
         total = _applied(kind, constant, total, 1 if is_mean else size)
     if weights is not None and not is_mean:  # a sum is later multiplied by the weight of a mean
         total *= tf.cast(weights.mean_weight, dtype)
     return tf.math.divide_no_nan(tf.cast(divisor, dtype), total)
+
+
+def _times(value: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    return tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))
 
 
 def _count_of(divisor: tf.Tensor) -> tuple[tf.Tensor, list[tuple[str, tf.Tensor]]] | None:

@@ -1,0 +1,59 @@
+"""Finds operations on pairs of examples, such as the matrix of all similarities in a batch.
+
+A rank pairs the examples of its own batch only, so the mean over the ranks is not the loss of one
+process. An operation pairs examples if both operands have a dimension of examples, and the result
+has them as two dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from estimator_ext.graphs.operation_kinds import ADDING, PRODUCTS, QUOTIENTS
+from estimator_ext.graphs.walks import walk
+from estimator_ext.losses.batch_axis import BatchAxis
+from estimator_ext.losses.reader import LossReader, depends_on_values, sources
+
+_ELEMENTWISE: tuple[str, ...] = (*ADDING, *PRODUCTS, *QUOTIENTS, "SquaredDifference")
+_ELEMENTWISE += ("Maximum", "Minimum", "Equal", "NotEqual", "Greater", "GreaterEqual", "Less")
+_ELEMENTWISE += ("LessEqual", "LogicalAnd", "LogicalOr")
+# with the attributes that say which operands are transposed
+_MATRIX_PRODUCTS = {"MatMul": ("transpose_a", "transpose_b")}
+_MATRIX_PRODUCTS |= dict.fromkeys(("BatchMatMulV2", "BatchMatMulV3"), ("adj_x", "adj_y"))
+
+
+def comparison(targets: Sequence[tf.Tensor], reader: LossReader) -> tf.Operation | None:
+    """Returns an operation that compares the examples of a batch with each other, if any.
+
+    Args:
+      reader: has read the targets.
+    """
+
+    def before(op: tf.Operation) -> list[tf.Operation]:
+        return [] if op in reader.data or op in reader.gradients else sources(op)
+
+    for op in walk([each.op for each in targets], before):
+        if len(op.inputs) == 2 and _pairs_examples(op, reader.batch):
+            of_data = [each for each in op.inputs if reader.value(each).has_data]
+            if len(of_data) == 2 and all(depends_on_values(each, reader.data) for each in of_data):
+                return op
+    return None
+
+
+def _pairs_examples(op: tf.Operation, batch: BatchAxis) -> bool:
+    axes = [batch.only(each) for each in op.inputs]
+    if None in axes:
+        return False
+    first, second = (axis - each.shape.rank for axis, each in zip(axes, op.inputs))  # from the end
+    if op.type in _ELEMENTWISE:
+        return bool(first != second)
+    if op.type in _MATRIX_PRODUCTS:
+        transposed = [op.get_attr(name) for name in _MATRIX_PRODUCTS[op.type]]
+        return (first, second) == (-1 if transposed[0] else -2, -2 if transposed[1] else -1)
+    if op.type == "Einsum":
+        operands, _, result = op.get_attr("equation").decode().partition("->")
+        names = [each[axis:][:1] for each, axis in zip(operands.split(","), (first, second))]
+        return names[0] != names[1] and set(names) <= set(result)
+    return False
