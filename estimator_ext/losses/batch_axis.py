@@ -37,7 +37,7 @@ class BatchAxis:
 
     @functools.cached_property
     def _of_tensors(self) -> set[int | None]:
-        """First dimensions of what pipelines return."""
+        """First dimensions of what pipelines return; None if not static."""
         sources = [op for op in self._data if op.type.startswith(("Iterator", "QueueDequeue"))]
         tensors = [each for op in sources for each in op.outputs if each.dtype != tf.variant]
         return {each.shape.as_list()[0] for each in tensors if each.shape.rank}

@@ -253,7 +253,7 @@ class LossReader:
         if kind in ADDING:
             return added(op, values)
         if kind in _CURVES:
-            return curved(op.type, values[0]) if values[0].degree else self._bent(op, values[0])
+            return curved(kind, values[0]) if values[0].degree else self._bent(op, values[0])
         if kind in _LARGER or kind in _JOINING:
             value = joined(values[1:] if kind.startswith("Select") else values)
             if kind in _LARGER:
@@ -281,7 +281,8 @@ class LossReader:
         kind, by = "Mean" if op.type == "Mean" else "Sum", f"{op.type} {op.name!r}"
         axes = _axes(op)
         shape = op.inputs[0].shape.as_list() if axes is not None else []
-        unknown = {axis for axis, length in enumerate(shape) if length is None}
+        is_static = value.axis is not None and shape and shape[value.axis] is not None
+        unknown = {a for a, length in enumerate(shape) if length is None and not is_static}
         if value.axis is None:  # a sum over one of two dimensions, then a mean over the other
             value = self._bent(op, value) if op.type == "L2Loss" else value
             is_unclear = value.other == "Sum" and kind == "Mean" and unknown

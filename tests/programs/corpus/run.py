@@ -105,6 +105,7 @@ def _run(program: Program, size: int, scratch: Path) -> tuple[int, str]:
         "here": HERE,
     }
     environ = {**os.environ, **QUIET, "RECORD_TO": str(directory)}
+    environ["TF_ENABLE_ONEDNN_OPTS"] = "0"  # its kernels may round by the size of a batch
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(path)
     for command in program.prepare:

@@ -321,6 +321,24 @@ def test_two_dimensions_of_unknown_size(build: Any, expected: str) -> None:
     assert ("neither" if kind.problem else "sum" if kind.is_sum else "mean") == expected
 
 
+@pytest.mark.parametrize(
+    ("build", "is_sum"),
+    [
+        (lambda x: tf.reduce_mean(tf.reduce_sum(x, 1)), False),
+        (lambda x: tf.reduce_sum(tf.reduce_mean(x, 0)), False),
+        (lambda x: tf.reduce_sum(tf.reduce_mean(x, 1)), True),
+        (lambda x: tf.reduce_mean(tf.reduce_sum(x, 0)), True),
+    ],
+)
+def test_a_static_dimension_beside_one_of_unknown_size(build: Any, is_sum: bool) -> None:
+    def of_sequences(m: Model) -> tf.Tensor:
+        return build(v1.placeholder_with_default(m.squares, [m.squares.shape[0], None]))
+
+    kind = kind_of(of_sequences, "static")
+    assert not kind.problem
+    assert kind.is_sum == is_sum
+
+
 def test_a_penalty_beside_a_sum_counts_once_on_all_ranks() -> None:
     with MarkedGraph().as_default() as graph:
         features = v1.data.make_one_shot_iterator(OF_RANKS["static"]()).get_next()
