@@ -14,7 +14,7 @@ from estimator_ext.pipelines.batch_lengths import batch_sizes
 
 
 class BatchAxis:
-    """The dimension of the examples, by its static length or because it has none.
+    """The dimension of the examples: of the length of a batch, or of unknown size.
 
     Args:
       data: the operations that read the data of this rank.
@@ -44,21 +44,21 @@ class BatchAxis:
 
     def of(self, tensor: tf.Tensor) -> int | None:
         """Returns the dimension of the examples; None if no dimension may be it."""
-        if not tensor.shape.rank:
-            return None
-        shape = tensor.shape.as_list()
-        static = [axis for axis, n in enumerate(shape) if n in self.lengths and n > 1]
-        if None in shape and (None in self._of_tensors or not static):
-            return int(shape.index(None))
-        if not static and any(shape[0] % n == 0 for n in self.lengths if n):
-            return 0  # a multiple, as after a reshape
-        return static[0] if static else None
+        found = self.candidates(tensor)
+        return found[0] if found else None
 
-    def only(self, tensor: tf.Tensor) -> int | None:
-        """Returns the only dimension that may be that of the examples; None if several may be."""
+    def candidates(self, tensor: tf.Tensor) -> list[int]:
+        """Returns the dimensions that may be that of the examples, the likeliest one first."""
         shape = tensor.shape.as_list() if tensor.shape.rank else []
-        found = [a for a, n in enumerate(shape) if n is None or (n in self.lengths and n > 1)]
-        return found[0] if len(found) == 1 else None
+        unknown = [axis for axis, n in enumerate(shape) if n is None]
+        static = [axis for axis, n in enumerate(shape) if n in self.lengths and n > 1]
+        if unknown and None in self._of_tensors:
+            return unknown  # all batches are of unknown length
+        if 0 in static:
+            return static
+        if not static and not unknown and any(shape and shape[0] % n == 0 for n in self.lengths):
+            return [0]  # a multiple, as after a reshape
+        return unknown + static
 
     def is_length(self, op: tf.Operation) -> bool:
         """Returns True for a number of examples that is taken from a static shape."""

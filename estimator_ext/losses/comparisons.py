@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from estimator_ext.graphs.operation_kinds import ADDING, PRODUCTS, QUOTIENTS
-from estimator_ext.graphs.walks import walk
+from estimator_ext.graphs.walks import CALLS, original_functions, walk
 from estimator_ext.losses.batch_axis import BatchAxis
 from estimator_ext.losses.reader import LossReader, depends_on_values, sources
 
@@ -39,21 +39,27 @@ def comparison(targets: Sequence[tf.Tensor], reader: LossReader) -> tf.Operation
             of_data = [each for each in op.inputs if reader.value(each).has_data]
             if len(of_data) == 2 and all(depends_on_values(each, reader.data) for each in of_data):
                 return op
+        for _, body in original_functions(op) if op.type in CALLS else ():
+            found = comparison(body.outputs, reader)
+            if found is not None:
+                return found
     return None
 
 
 def _pairs_examples(op: tf.Operation, batch: BatchAxis) -> bool:
-    axes = [batch.only(each) for each in op.inputs]
-    if None in axes:
+    if op.type not in (*_ELEMENTWISE, *_MATRIX_PRODUCTS, "Einsum"):
         return False
-    first, second = (axis - each.shape.rank for axis, each in zip(axes, op.inputs))  # from the end
-    if op.type in _ELEMENTWISE:
-        return bool(first != second)
+    # counted from the last dimension
+    first, second = ([a - each.shape.rank for a in batch.candidates(each)] for each in op.inputs)
+    if op.type in _ELEMENTWISE:  # two candidates may be two features of the same size
+        return len(first) == len(second) == 1 and first != second
     if op.type in _MATRIX_PRODUCTS:
         transposed = [op.get_attr(name) for name in _MATRIX_PRODUCTS[op.type]]
-        return (first, second) == (-1 if transposed[0] else -2, -2 if transposed[1] else -1)
-    if op.type == "Einsum":
-        operands, _, result = op.get_attr("equation").decode().partition("->")
-        names = [each[axis:][:1] for each, axis in zip(operands.split(","), (first, second))]
-        return names[0] != names[1] and set(names) <= set(result)
-    return False
+        if op.type != "MatMul":  # the first one may be an example, and the other one a position
+            first, second = first[:1], second[:1]
+        return (-1 if transposed[0] else -2) in first and (-2 if transposed[1] else -1) in second
+    if not (first and second):
+        return False
+    operands, _, result = op.get_attr("equation").decode().partition("->")
+    names = [each[axes[0] :][:1] for each, axes in zip(operands.split(","), (first, second))]
+    return names[0] != names[1] and set(names) <= set(result)

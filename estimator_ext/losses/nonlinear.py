@@ -1,10 +1,10 @@
-"""Makes quotients and roots in a loss count as in one process, which has the data of all ranks.
+"""Makes quotients and powers in a loss count as in one process, which has the data of all ranks.
 
 A rank's quotient S / D may have its own D, as the number of masked words in its batch. With the
-mean M of D over the ranks, the mean of S / M is the quotient of one process. In the same way, the
-derivative of the root of a mean belongs to the mean over the ranks. The loss stays as it is, as a
-program may read it on one rank only; its gradient is multiplied by D / M on the way to S, or by
-f'(M) / f'(D) on the way to the input D of a function f.
+mean M of D over the ranks, the mean of S / M is the quotient of one process. In the same way, a
+function f of a mean D, such as its root, has the derivative f'(M) in one process. The loss stays
+as it is, as a program may read it on one rank only. Its gradient is multiplied by D / M on the way
+to S, or by f'(M) / f'(D) on the way to D.
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ _SAME = ("Identity", "Cast", "StopGradient", "EnsureShape", "Reshape", "Squeeze"
 _COUNTS = ("Sum", "Size", "StridedSlice", "Mean")
 # With a constant operand, which is for all ranks together: max(D, 1), D + 1e-5, 0.5 * D
 _OF_TOTALS = ("Maximum", *ADDING, *PRODUCTS, *QUOTIENTS)
-# Derivatives of functions of a mean, but for a constant factor
-_SLOPES: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
-    "Sqrt": tf.math.rsqrt,
-    "Square": tf.identity,
-    "Log": tf.math.reciprocal,
-    "Exp": tf.exp,
-}
+# f'(M) / f'(D) of functions: (M / D) ** exponent, or exp(M - D)
+_EXPONENTS = {"Sqrt": -0.5, "Square": 1.0, "Log": -1.0}
+_FUNCTIONS = (*_EXPONENTS, "Pow", "Exp")
 
 
 def can_weigh(op: tf.Operation, degree: float | None = None) -> bool:
@@ -41,8 +37,8 @@ def can_weigh(op: tf.Operation, degree: float | None = None) -> bool:
     """
     if is_inside(op) or not op.outputs[0].dtype.is_floating:
         return False
-    if op.type == "Mean" or op.type in _SLOPES:
-        return True
+    if op.type in ("Mean", *_FUNCTIONS):
+        return op.type != "Pow" or constant_of(op.inputs[1]) is not None
     if op.type not in QUOTIENTS:
         return False
     found = _count_of(op.inputs[1])
@@ -62,10 +58,10 @@ def factor_of_one(dtype: tf.DType) -> tf.Tensor:
 
 
 class NonlinearTerms:
-    """The weights of quotients and roots in losses, which are 1 until they are set."""
+    """The weights of quotients and functions in losses, which are 1 until they are set."""
 
     def __init__(self) -> None:
-        self.weights: dict[tf.Operation, tf.Operation] = {}  # by quotient or root
+        self.weights: dict[tf.Operation, tf.Operation] = {}
         self._unset: set[tf.Operation] = set()
 
     def prepare(self, operations: Iterable[tf.Operation]) -> None:
@@ -111,10 +107,17 @@ def _weight(
     after: list[tuple[str, tf.Tensor]] = []
     if dtype.size < tf.float32.size:  # which would round a count of all ranks, or overflow
         dtype = tf.float32
-    if op.type in _SLOPES:
-        slope, own = _SLOPES[op.type], tf.cast(op.inputs[0], dtype)
+    if op.type in _FUNCTIONS:
+        own = tf.cast(op.inputs[0], dtype)
         share = own if weights is None else _times(own, weights.mean_weight)
-        return tf.math.divide_no_nan(slope(mean(share, f"the input of {op.name}")), slope(own))
+        total = mean(share, f"the input of {op.name}")
+        if op.type == "Exp":
+            return tf.exp(total - own)
+        power = op.type == "Pow"
+        exponent = float(constant_of(op.inputs[1])) - 1 if power else _EXPONENTS[op.type]
+        if exponent < 0:  # an infinite derivative at 0 counts as 0
+            return tf.math.divide_no_nan(own, total) ** -exponent
+        return tf.math.divide_no_nan(total, own) ** exponent
     if op.type == "Mean":  # of the elements that a mask has chosen on this rank
         results = tf.maximum(tf.size(op.outputs[0], tf.int64), 1)
         divisor = count = tf.cast(tf.size(op.inputs[0], tf.int64) // results, dtype)

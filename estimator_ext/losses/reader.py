@@ -57,8 +57,8 @@ OF_BOTH = (
 )
 CURE_OF_BOTH = "Divide the sums by the number of examples, as tf.shape(labels)[0] returns it"
 OF_DIMENSIONS = (
-    "is a mean over one dimension of unknown size and a sum over another, either of which may be "
-    "that of the examples"
+    "is a mean over one dimension and a sum over another, either of which may be that of the "
+    "examples by its size"
 )
 
 
@@ -85,8 +85,7 @@ class Value:
     by: str = ""  # the operation that reduced it over the examples, or that hides how
     problem: tuple[str, str] | tuple[()] = ()  # if it is neither mean nor sum, and the remedy
     penalties: tuple[tuple[tf.Operation, int], ...] = ()  # inputs of additions without data
-    # "Sum" or "Mean" if it is reduced so over a dimension that may be that of the examples, as its
-    # size is not static either
+    # "Sum" or "Mean" if it is reduced so over a dimension that may be that of the examples, too
     other: str = ""
     # operations that are not linear in numbers which depend on the values of this rank's data, as
     # a quotient by one, or its root
@@ -130,12 +129,12 @@ def added(op: tf.Operation, values: Sequence[Value]) -> Value:
     return replace(value, penalties=(*value.penalties, *penalties))
 
 
-def bent(value: Value) -> Value:
+def unweighted(value: Value) -> Value:
     """Returns the value of a function that is not linear, which no earlier weight passes."""
     return replace(value, is_exact=value.is_exact and not value.nonlinear)
 
 
-def curved(kind: str, value: Value) -> Value:
+def function_of_sum(kind: str, value: Value) -> Value:
     """Returns the value of a power, or of another function, of a sum over the batch."""
     if kind in _POWERS and value.degree:
         return replace(value, degree=_POWERS[kind] * value.degree)
@@ -238,7 +237,7 @@ class LossReader:
             before = walk([op.inputs[0].op], sources)
             numbers = [each for each in before if each.type in QUOTIENTS and _is_by_number(each)]
             value = replace(value, nonlinear=tuple(filter(self._divides, numbers)))
-            return self._divided(op, value) if self._divides(op) else bent(value)
+            return self._divided(op, value) if self._divides(op) else unweighted(value)
         if kind in _CALLING:
             return self._of_call(op)
         if (source := _captured_by(op)) is not None:
@@ -253,17 +252,21 @@ class LossReader:
         if kind in ADDING:
             return added(op, values)
         if kind in _CURVES:
-            return curved(kind, values[0]) if values[0].degree else self._bent(op, values[0])
+            return (
+                function_of_sum(kind, values[0])
+                if values[0].degree
+                else self._function(op, values[0])
+            )
         if kind in _LARGER or kind in _JOINING:
             value = joined(values[1:] if kind.startswith("Select") else values)
             if kind in _LARGER:
-                value = self._bent(op, value)
+                value = self._function(op, value)
             elif kind.startswith("Select") and values[0].has_data:
-                value = bent(value)
+                value = unweighted(value)
             has_axis = value.axis is not None
             return replace(value, axis=self.batch.of(tensor) if has_axis else None)
         value = values[0]  # of the same elements, perhaps in another shape
-        value = self._bent(op, value) if kind in ("Abs", "Relu") else value
+        value = self._function(op, value) if kind in ("Abs", "Relu") else value
         axis = None if value.axis is None else self.batch.of(tensor)
         is_lost = axis is None and value.axis is not None
         return replace(value, axis=axis, degree=None if is_lost else value.degree)
@@ -281,18 +284,17 @@ class LossReader:
         kind, by = "Mean" if op.type == "Mean" else "Sum", f"{op.type} {op.name!r}"
         axes = _axes(op)
         shape = op.inputs[0].shape.as_list() if axes is not None else []
-        is_static = value.axis is not None and shape and shape[value.axis] is not None
-        unknown = {a for a, length in enumerate(shape) if length is None and not is_static}
+        candidates = set(self.batch.candidates(op.inputs[0])) if shape else set()
         if value.axis is None:  # a sum over one of two dimensions, then a mean over the other
-            value = self._bent(op, value) if op.type == "L2Loss" else value
-            is_unclear = value.other == "Sum" and kind == "Mean" and unknown
+            value = self._function(op, value) if op.type == "L2Loss" else value
+            is_unclear = value.other == "Sum" and kind == "Mean" and candidates
             return replace(value, problem=(OF_DIMENSIONS, CURE)) if is_unclear else value
         if axes is None:
             return replace(value, degree=None, axis=None, by=by)
         if value.axis not in axes:
             keeps = op.type != "L2Loss" and op.get_attr("keep_dims")
             fewer = 0 if keeps else sum(axis < value.axis for axis in axes)
-            other = kind if unknown & axes else value.other
+            other = kind if candidates & axes else value.other
             return replace(value, axis=value.axis - fewer, other=other)
         if kind == "Mean":
             value = replace(value, axis=None, by=by, other="")
@@ -307,7 +309,7 @@ class LossReader:
             axis=None,
             by=by,
             sums=frozenset(Sum(count, each) for each in constants),
-            other="Sum" if unknown - axes else "",
+            other="Sum" if candidates - axes else "",
         )
 
     def _product(self, op: tf.Operation, values: Sequence[Value]) -> Value:
@@ -334,7 +336,9 @@ class LossReader:
         penalties = (*first.penalties, *second.penalties)
         axis = axes[0] if axes else None
         pairs = (first, second), (second, first)
-        factors = [bent(v) if other.has_data or other.has_variables else v for v, other in pairs]
+        factors = [
+            unweighted(v) if other.has_data or other.has_variables else v for v, other in pairs
+        ]
         value = replace(
             Value(degree, axis, True, True, frozenset(sums), by, problem, penalties),
             nonlinear=(*first.nonlinear, *second.nonlinear),
@@ -343,18 +347,19 @@ class LossReader:
         if sign < 0 and second.axis is None:
             return self._divided(op, value, second.degree) if self._divides(op) else value
         is_of_batch = first.has_data and second.has_data and None in (first.axis, second.axis)
-        return self._not_linear(op, value) if is_of_batch and self._mixes(op) else value
+        is_of_batch = is_of_batch and self._are_values(op)
+        return self._not_linear(op, value) if is_of_batch else value
 
-    def _bent(self, op: tf.Operation, value: Value) -> Value:
+    def _function(self, op: tf.Operation, value: Value) -> Value:
         """Returns the value of a function that is not linear in its inputs."""
-        is_of_batch = value.axis is None and value.degree is not None
-        return self._not_linear(op, value) if is_of_batch and self._mixes(op) else bent(value)
+        is_of_batch = value.axis is None and value.degree is not None and self._are_values(op)
+        is_count = is_of_batch and not _depends_on_variables(op.outputs[0])
+        return self._not_linear(op, value) if is_of_batch and not is_count else unweighted(value)
 
-    def _mixes(self, op: tf.Operation) -> bool:
-        """Returns True if an operation takes values of the model and of data, not only counts."""
+    def _are_values(self, op: tf.Operation) -> bool:
+        """Returns True if all data that an operation takes are more than shapes."""
         of_data = [each for each in op.inputs if self._data.get(each.op, False)]
-        is_of_model = any(each.type in VARIABLES for each in _values_before(op.outputs[0]))
-        return is_of_model and all(depends_on_values(each, self.data) for each in of_data)
+        return all(depends_on_values(each, self.data) for each in of_data)
 
     def _divides(self, op: tf.Operation) -> bool:
         """Returns True for a quotient whose divisor depends on the values of the data."""
@@ -363,7 +368,7 @@ class LossReader:
 
     def _divided(self, op: tf.Operation, value: Value, degree: float | None = None) -> Value:
         """Returns the value of a quotient whose divisor may differ between ranks."""
-        is_fixed = not any(each.type in VARIABLES for each in _values_before(op.inputs[1]))
+        is_fixed = not _depends_on_variables(op.inputs[1])
         value = self._not_linear(op, value, degree)
         return replace(value, is_exact=value.is_exact and is_fixed)
 
@@ -371,7 +376,7 @@ class LossReader:
         """Notes an operation that is not linear in numbers of this rank's data."""
         if self.size == 1:
             return value
-        is_exact = bent(value).is_exact and self.weighs and can_weigh(op, degree)
+        is_exact = unweighted(value).is_exact and self.weighs and can_weigh(op, degree)
         return replace(value, nonlinear=(*value.nonlinear, op), is_exact=is_exact)
 
     def _count(self, op: tf.Operation) -> Value:
@@ -448,9 +453,19 @@ def _is_of_chosen(tensor: tf.Tensor) -> bool:
     return "Where" in found or any(each.type == "DynamicPartition" for each in chosen)
 
 
+def _depends_on_variables(tensor: tf.Tensor) -> bool:
+    return any(op.type in VARIABLES for op in _values_before(tensor))
+
+
 def _values_before(tensor: tf.Tensor) -> Iterable[tf.Operation]:
     """Returns the operations whose values, and not only their shapes, decide a tensor."""
-    return walk([tensor.op], lambda op: [] if op.type in _OF_SHAPES else sources(op))
+
+    def before(op: tf.Operation) -> list[tf.Operation]:
+        if op.type == "Fill":
+            return [op.inputs[1].op]
+        return [] if op.type in _OF_SHAPES else sources(op)
+
+    return walk([tensor.op], before)
 
 
 def _number_of(tensor: tf.Tensor) -> float:
