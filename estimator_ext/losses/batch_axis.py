@@ -1,4 +1,4 @@
-"""Finds the dimension of a tensor that is that of the examples of a batch."""
+"""Finds which dimension of a tensor counts the examples of a batch."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class BatchAxis:
         return {each.shape.as_list()[0] for each in tensors if each.shape.rank}
 
     def of(self, tensor: tf.Tensor) -> int | None:
-        """Returns the dimension of the examples; None if no dimension may be it."""
+        """Returns the likeliest one of the `candidates`; None if there are none."""
         found = self.candidates(tensor)
         return found[0] if found else None
 
     def candidates(self, tensor: tf.Tensor) -> list[int]:
-        """Returns the dimensions that may be that of the examples, the likeliest one first."""
+        """Returns the dimensions that may count the examples, the likeliest one first."""
         shape = tensor.shape.as_list() if tensor.shape.rank else []
         unknown = [axis for axis, n in enumerate(shape) if n is None]
         static = [axis for axis, n in enumerate(shape) if n in self.lengths and n > 1]

@@ -14,7 +14,7 @@ import tensorflow as tf
 from estimator_ext.graphs.operation_kinds import ADDING, PRODUCTS, QUOTIENTS
 from estimator_ext.graphs.walks import CALLS, original_functions, walk
 from estimator_ext.losses.batch_axis import BatchAxis
-from estimator_ext.losses.reader import LossReader, depends_on_values, sources
+from estimator_ext.losses.reader import LossReader, sources
 
 _ELEMENTWISE: tuple[str, ...] = (*ADDING, *PRODUCTS, *QUOTIENTS, "SquaredDifference")
 _ELEMENTWISE += ("Maximum", "Minimum", "Equal", "NotEqual", "Greater", "GreaterEqual", "Less")
@@ -31,14 +31,16 @@ def comparison(targets: Sequence[tf.Tensor], reader: LossReader) -> tf.Operation
       reader: has read the targets.
     """
 
+    if reader.size == 1 or reader.batch.lengths == {1}:  # one example has no pairs
+        return None
+
     def before(op: tf.Operation) -> list[tf.Operation]:
         return [] if op in reader.data or op in reader.gradients else sources(op)
 
     for op in walk([each.op for each in targets], before):
-        if len(op.inputs) == 2 and _pairs_examples(op, reader.batch):
-            of_data = [each for each in op.inputs if reader.value(each).has_data]
-            if len(of_data) == 2 and all(depends_on_values(each, reader.data) for each in of_data):
-                return op
+        is_of_pairs = len(op.inputs) == 2 and _pairs_examples(op, reader.batch)
+        if is_of_pairs and all(map(reader.depends_on_data, op.inputs)):
+            return op
         for _, body in original_functions(op) if op.type in CALLS else ():
             found = comparison(body.outputs, reader)
             if found is not None:

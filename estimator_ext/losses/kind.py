@@ -75,12 +75,9 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
     if value.degree is None:
         reason = f"this is assumed, as {value.by} hides how it is reduced over the batch"
         return LossKind(False, reason, warns=True)
-    # a batch of one example has no pairs of examples
-    has_pairs = reader.size > 1 and reader.batch.lengths != {1}
-    pairing = comparison(tensors, reader) if has_pairs else None
     if value.degree == 0:
         kind = LossKind(False, f"{value.by} reduces it", penalties=value.penalties)
-        return _with_warning(kind, value, pairing, can_divide)
+        return _with_warning(kind, value, comparison(tensors, reader), can_divide)
     if value.degree != 1:
         text = f"grows with the batch size to the power of {value.degree} ({value.by})"
         return LossKind(False, "", (text, CURE))
@@ -89,7 +86,7 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
         text = f"is a sum over the batch ({value.by}) times 1 / batch size, "
         text += "but batches may be smaller"
         return LossKind(False, "", (text, _CURE_OF_SMALLER))
-    return _with_warning(kind, value, pairing, can_weigh=False)
+    return _with_warning(kind, value, comparison(tensors, reader), can_weigh=False)
 
 
 def _with_warning(
@@ -98,25 +95,29 @@ def _with_warning(
     """Returns the kind with operations to be weighted, or with why the model may differ."""
     if kind.problem:
         return kind
+    option = f"`--loss {'sum' if kind.is_sum else 'mean'}` if this is what you want"
     if pairing is not None:
-        fault, advice = f"{pairing.name!r} compares the examples of this rank only", ""
+        fault = f"{pairing.name!r} compares the examples of this rank only"
+        cure = f"Say {option}"
     elif not value.nonlinear:
         return kind
     elif can_weigh and value.is_exact:
         return replace(kind, nonlinear=value.nonlinear)
     else:
-        names = " or ".join(repr(each.name) for each in value.nonlinear)
-        divides = all(each.type in ("Mean", *QUOTIENTS) for each in value.nonlinear)
-        verb = "divides by" if divides else "is not linear in"
-        fault = f"{names} {verb} a number of this rank's data"
-        advice = (
-            "Compute it outside of branches and functions, and add it to the loss unchanged; use "
-            "a number that is the same on all ranks; or "
+        quotients = [each for each in value.nonlinear if each.type in ("Mean", *QUOTIENTS)]
+        others = [each for each in value.nonlinear if each not in quotients]
+        fault = " and ".join(
+            f"{' or '.join(repr(each.name) for each in operations)} {verb} a number of this "
+            "rank's data"
+            for verb, operations in (("divides by", quotients), ("is not linear in", others))
+            if operations
         )
-    said = "sum" if kind.is_sum else "mean"
-    advice += f"say `--loss {said}` if this is what you want"
-    reason = f"{kind.reason}, but {fault}, so the model is not that of one process. "
-    return replace(kind, reason=reason + advice[:1].upper() + advice[1:], warns=True)
+        cure = (
+            "Compute it outside of branches and functions, and add it to the loss unchanged; use "
+            f"a number that is the same on all ranks; or say {option}"
+        )
+    reason = f"{kind.reason}, but {fault}, so the model is not that of one process. {cure}"
+    return replace(kind, reason=reason, warns=True)
 
 
 class Penalties:

@@ -22,13 +22,11 @@ _SAME = ("Identity", "Cast", "StopGradient", "EnsureShape", "Reshape", "Squeeze"
 _COUNTS = ("Sum", "Size", "StridedSlice", "Mean")
 # With a constant operand, which is for all ranks together: max(D, 1), D + 1e-5, 0.5 * D
 _OF_TOTALS = ("Maximum", *ADDING, *PRODUCTS, *QUOTIENTS)
-# f'(M) / f'(D) of functions: (M / D) ** exponent, or exp(M - D)
-_EXPONENTS = {"Sqrt": -0.5, "Square": 1.0, "Log": -1.0}
-_FUNCTIONS = (*_EXPONENTS, "Pow", "Exp")
+_EXPONENTS = {"Sqrt": -0.5, "Square": 1.0, "Log": -1.0}  # of derivatives
 
 
 def can_weigh(op: tf.Operation, degree: float | None = None) -> bool:
-    """Returns True if each step runs an operation once, and a weight makes it that of one process.
+    """Returns True if each step runs an operation once, and a weight can correct its gradient.
 
     Args:
       op: a function of a mean; the mean of chosen elements; or a quotient, whose divisor has to be
@@ -37,8 +35,8 @@ def can_weigh(op: tf.Operation, degree: float | None = None) -> bool:
     """
     if is_inside(op) or not op.outputs[0].dtype.is_floating:
         return False
-    if op.type in ("Mean", *_FUNCTIONS):
-        return op.type != "Pow" or constant_of(op.inputs[1]) is not None
+    if op.type == "Mean" or _is_function(op):
+        return True
     if op.type not in QUOTIENTS:
         return False
     found = _count_of(op.inputs[1])
@@ -107,17 +105,10 @@ def _weight(
     after: list[tuple[str, tf.Tensor]] = []
     if dtype.size < tf.float32.size:  # which would round a count of all ranks, or overflow
         dtype = tf.float32
-    if op.type in _FUNCTIONS:
+    if _is_function(op):
         own = tf.cast(op.inputs[0], dtype)
         share = own if weights is None else _times(own, weights.mean_weight)
-        total = mean(share, f"the input of {op.name}")
-        if op.type == "Exp":
-            return tf.exp(total - own)
-        power = op.type == "Pow"
-        exponent = float(constant_of(op.inputs[1])) - 1 if power else _EXPONENTS[op.type]
-        if exponent < 0:  # an infinite derivative at 0 counts as 0
-            return tf.math.divide_no_nan(own, total) ** -exponent
-        return tf.math.divide_no_nan(total, own) ** exponent
+        return _ratio_of_slopes(op, own, mean(share, f"the input of {op.name}"))
     if op.type == "Mean":  # of the elements that a mask has chosen on this rank
         results = tf.maximum(tf.size(op.outputs[0], tf.int64), 1)
         divisor = count = tf.cast(tf.size(op.inputs[0], tf.int64) // results, dtype)
@@ -134,6 +125,28 @@ def _weight(
     if weights is not None and not is_mean:  # a sum is later multiplied by the weight of a mean
         total *= tf.cast(weights.mean_weight, dtype)
     return tf.math.divide_no_nan(tf.cast(divisor, dtype), total)
+
+
+def _exponent(op: tf.Operation) -> float | None:
+    """Returns e if the derivative of a function is x ** e but for a factor; else None."""
+    if op.type != "Pow":
+        return _EXPONENTS.get(op.type)
+    power = constant_of(op.inputs[1])
+    return None if power is None else float(power) - 1
+
+
+def _is_function(op: tf.Operation) -> bool:
+    return op.type == "Exp" or _exponent(op) is not None
+
+
+def _ratio_of_slopes(op: tf.Operation, own: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+    """Returns the derivative of a function at the mean of all ranks, divided by this rank's."""
+    exponent = _exponent(op)
+    if exponent is None:
+        return tf.exp(total - own)
+    if exponent < 0:  # an infinite derivative at 0 counts as 0
+        return tf.math.divide_no_nan(own, total) ** -exponent
+    return tf.math.divide_no_nan(total, own) ** exponent
 
 
 def _times(value: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:

@@ -57,8 +57,8 @@ OF_BOTH = (
 )
 CURE_OF_BOTH = "Divide the sums by the number of examples, as tf.shape(labels)[0] returns it"
 OF_DIMENSIONS = (
-    "is a mean over one dimension and a sum over another, either of which may be that of the "
-    "examples by its size"
+    "is a mean over one dimension and a sum over another, and by its size either may count the "
+    "examples"
 )
 
 
@@ -85,7 +85,7 @@ class Value:
     by: str = ""  # the operation that reduced it over the examples, or that hides how
     problem: tuple[str, str] | tuple[()] = ()  # if it is neither mean nor sum, and the remedy
     penalties: tuple[tuple[tf.Operation, int], ...] = ()  # inputs of additions without data
-    # "Sum" or "Mean" if it is reduced so over a dimension that may be that of the examples, too
+    # "Sum" or "Mean" if it is reduced so over another dimension that may count the examples
     other: str = ""
     # operations that are not linear in numbers which depend on the values of this rank's data, as
     # a quotient by one, or its root
@@ -347,24 +347,23 @@ class LossReader:
         if sign < 0 and second.axis is None:
             return self._divided(op, value, second.degree) if self._divides(op) else value
         is_of_batch = first.has_data and second.has_data and None in (first.axis, second.axis)
-        is_of_batch = is_of_batch and self._are_values(op)
+        is_of_batch = is_of_batch and all(map(self.depends_on_data, op.inputs))
         return self._not_linear(op, value) if is_of_batch else value
 
     def _function(self, op: tf.Operation, value: Value) -> Value:
         """Returns the value of a function that is not linear in its inputs."""
-        is_of_batch = value.axis is None and value.degree is not None and self._are_values(op)
+        is_of_batch = value.axis is None and value.degree is not None
+        is_of_batch = is_of_batch and any(map(self.depends_on_data, op.inputs))
         is_count = is_of_batch and not _depends_on_variables(op.outputs[0])
         return self._not_linear(op, value) if is_of_batch and not is_count else unweighted(value)
 
-    def _are_values(self, op: tf.Operation) -> bool:
-        """Returns True if all data that an operation takes are more than shapes."""
-        of_data = [each for each in op.inputs if self._data.get(each.op, False)]
-        return all(depends_on_values(each, self.data) for each in of_data)
+    def depends_on_data(self, tensor: tf.Tensor) -> bool:
+        """Returns True if the values of this rank's data, and not only their shapes, decide it."""
+        return self._data.get(tensor.op, False) and _depends_on_values(tensor, self.data)
 
     def _divides(self, op: tf.Operation) -> bool:
         """Returns True for a quotient whose divisor depends on the values of the data."""
-        is_of_data = self._data.get(op.inputs[1].op, True)
-        return is_of_data and depends_on_values(op.inputs[1], self.data)
+        return self.depends_on_data(op.inputs[1])
 
     def _divided(self, op: tf.Operation, value: Value, degree: float | None = None) -> Value:
         """Returns the value of a quotient whose divisor may differ between ranks."""
@@ -432,7 +431,7 @@ def _is_by_number(op: tf.Operation) -> bool:
     return bool(op.inputs[1].shape.rank == 0)
 
 
-def depends_on_values(tensor: tf.Tensor, data: Collection[tf.Operation]) -> bool:
+def _depends_on_values(tensor: tf.Tensor, data: Collection[tf.Operation]) -> bool:
     """Returns True if the data of a rank decide a number by more than their shapes."""
     return any(
         op in data

@@ -32,6 +32,12 @@ def kind_of(build: Any, pipeline: str = "batched", said: str = "") -> LossKind:
         return graph.loss_kind([build(Model(features, BATCH))])
 
 
+def check_warning(kind: LossKind, text: str) -> None:
+    assert kind.warns, kind
+    assert not kind.nonlinear
+    assert text in kind.reason
+
+
 @pytest.mark.parametrize("pipeline", OF_RANKS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_a_mean_or_a_sum_or_neither(name: str, pipeline: str) -> None:
@@ -170,10 +176,7 @@ def overlap(m: Model) -> tf.Tensor:
     ],
 )
 def test_a_quotient_that_weights_do_not_mend_is_warned_of(build: Any) -> None:
-    kind = kind_of(build)
-    assert kind.warns, kind
-    assert not kind.nonlinear
-    assert "a number of this rank's data" in kind.reason
+    check_warning(kind_of(build), "divides by a number of this rank's data")
 
 
 def by_loads(m: Model) -> tf.Tensor:
@@ -204,10 +207,7 @@ def by_loads(m: Model) -> tf.Tensor:
     ],
 )
 def test_a_function_that_weights_do_not_mend_is_warned_of(build: Any) -> None:
-    kind = kind_of(build)
-    assert kind.warns, kind
-    assert not kind.nonlinear
-    assert "is not linear in a number of this rank's data" in kind.reason
+    check_warning(kind_of(build), "is not linear in a number of this rank's data")
 
 
 def features(m: Model, count: int) -> tf.Tensor:
@@ -248,9 +248,7 @@ def ranked(m: Model) -> tf.Tensor:
     ],
 )
 def test_pairs_of_examples_are_warned_of(build: Any, pipeline: str) -> None:
-    kind = kind_of(build, pipeline)
-    assert kind.warns, kind
-    assert "compares the examples of this rank only" in kind.reason
+    check_warning(kind_of(build, pipeline), "compares the examples of this rank only")
     assert not kind_of(build, pipeline, said="mean").warns
 
 
