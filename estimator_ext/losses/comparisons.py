@@ -35,16 +35,15 @@ def comparison(targets: Sequence[tf.Tensor], reader: LossReader) -> tf.Operation
         return None
 
     def before(op: tf.Operation) -> list[tf.Operation]:
-        return [] if op in reader.data or op in reader.gradients else sources(op)
+        if op in reader.data or op in reader.gradients:
+            return []
+        bodies = [body for _, body in original_functions(op)] if op.type in CALLS else []
+        return [*sources(op), *(each.op for body in bodies for each in body.outputs)]
 
     for op in walk([each.op for each in targets], before):
         is_of_pairs = len(op.inputs) == 2 and _pairs_examples(op, reader.batch)
         if is_of_pairs and all(map(reader.depends_on_data, op.inputs)):
             return op
-        for _, body in original_functions(op) if op.type in CALLS else ():
-            found = comparison(body.outputs, reader)
-            if found is not None:
-                return found
     return None
 
 

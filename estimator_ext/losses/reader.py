@@ -7,6 +7,8 @@ up in a product, and all terms of a sum must have the same one.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -49,6 +51,7 @@ _OF_ROWS += ("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogi
 _OF_ROWS += ("Softmax", "MatMul", "BatchMatMulV2", "BiasAdd", "Max", "Min", "OneHot", "Xlogy")
 _OF_SCALARS = (*ADDING, *_LARGER, *_CURVES, *_COUNTS)
 _POWERS = {"Square": 2, "Reciprocal": -1, "Inv": -1}
+_MAX_SUMS = 64
 
 CURE = "Say what it is with `python -m estimator_ext --loss mean` or `--loss sum`"
 OF_BOTH = (
@@ -66,11 +69,11 @@ class Sum(NamedTuple):
     """A sum over examples."""
 
     terms: int = 0  # number of the elements that are added up; 0 if it is not static
-    constants: tuple[float, ...] = ()  # absolute values of its factors, but 1; NaN if not known
+    constants: frozenset[float] = frozenset()  # absolute factors, but 1; NaN if not known
 
     def times(self, number: float) -> Sum:
         """Returns the sum with one more factor."""
-        return self if number == 1 else Sum(self.terms, (*self.constants, number))
+        return self if number == 1 else Sum(self.terms, self.constants | {number})
 
 
 @dataclass(frozen=True)
@@ -110,13 +113,22 @@ def joined(values: Iterable[Value]) -> Value:
         axes[0] if axes else None,
         True,
         any(each.has_variables for each in values),
-        frozenset().union(*(each.sums for each in data)),
+        _few(frozenset().union(*(each.sums for each in data))),
         by,
         problems[0] if problems else (),
-        tuple(dict.fromkeys(each for value in data for each in value.penalties)),
-        nonlinear=tuple(dict.fromkeys(each for value in data for each in value.nonlinear)),
+        _each_once(each.penalties for each in data),
+        nonlinear=_each_once(each.nonlinear for each in data),
         is_exact=all(each.is_exact for each in data),
     )
+
+
+def _few(sums: frozenset[Sum]) -> frozenset[Sum]:
+    """Returns the sums, or one that is not known if a long chain has made too many."""
+    return sums if len(sums) <= _MAX_SUMS else frozenset({Sum(0, frozenset({math.nan}))})
+
+
+def _each_once(parts: Iterable[Iterable[Any]]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(parts)))
 
 
 def added(op: tf.Operation, values: Sequence[Value]) -> Value:
@@ -302,7 +314,7 @@ class LossReader:
         if value.other == "Mean":
             return replace(value, axis=None, by=by, problem=(OF_DIMENSIONS, CURE))
         count = 0 if None in shape else int(np.prod([shape[axis] for axis in axes]))
-        constants = [each.constants for each in value.sums] or [()]
+        constants = [each.constants for each in value.sums] or [frozenset()]
         return replace(
             value,
             degree=None if value.degree is None else value.degree + 1,
@@ -316,7 +328,7 @@ class LossReader:
         first, second = values
         sign = -1 if op.type in QUOTIENTS else 1
         problem = first.problem or second.problem
-        sums: Collection[Sum] = first.sums or second.sums
+        sums = first.sums or second.sums
         degree: float | None = None
         if first.degree is not None and second.degree is not None:
             degree = first.degree + sign * second.degree  # 0 without data
@@ -325,7 +337,7 @@ class LossReader:
             if not values[index].has_variables:  # else it is a weight that changes
                 number = _number_of(op.inputs[index])
                 number = 1 / number if index == 1 and sign < 0 and number else number
-                sums = {each.times(number) for each in data.sums or {Sum()}}
+                sums = _few(frozenset(each.times(number) for each in data.sums or {Sum()}))
         rank = op.outputs[0].shape.rank
         axes = [
             v.axis + (rank or 0) - (t.shape.rank or 0)
@@ -333,15 +345,15 @@ class LossReader:
             if v.axis is not None
         ]
         by = first.by if first.has_data else second.by
-        penalties = (*first.penalties, *second.penalties)
+        penalties = _each_once(each.penalties for each in values)
         axis = axes[0] if axes else None
         pairs = (first, second), (second, first)
         factors = [
             unweighted(v) if other.has_data or other.has_variables else v for v, other in pairs
         ]
         value = replace(
-            Value(degree, axis, True, True, frozenset(sums), by, problem, penalties),
-            nonlinear=(*first.nonlinear, *second.nonlinear),
+            Value(degree, axis, True, True, sums, by, problem, penalties),
+            nonlinear=_each_once(each.nonlinear for each in values),
             is_exact=all(each.is_exact for each in factors),
         )
         if sign < 0 and second.axis is None:
@@ -471,7 +483,7 @@ def _number_of(tensor: tf.Tensor) -> float:
     """Returns the absolute value of a constant; NaN if it is not known, or has several."""
     value = constant_of(tensor)
     numbers = np.unique(np.abs(np.asarray(np.nan if value is None else value, np.float64)))
-    return float(numbers[0]) if numbers.size == 1 else float("nan")
+    return float(numbers[0]) if numbers.size == 1 else math.nan
 
 
 def _axes(op: tf.Operation) -> set[int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -375,6 +376,18 @@ def test_a_static_dimension_beside_one_of_unknown_size(build: Any, is_sum: bool)
     kind = kind_of(of_sequences, "static")
     assert not kind.problem
     assert kind.is_sum == is_sum
+
+
+def branch(x: tf.Tensor) -> tf.Tensor:
+    return tf.cond(x > 0, lambda: tf.tanh(x) * 2.0, lambda: x + 1.0)
+
+
+@pytest.mark.parametrize("layer", [branch, lambda x: 0.5 * x + 0.25 * x], ids=["branch", "sum"])
+def test_a_deep_graph_is_read_once(layer: Any) -> None:
+    """The number of ways through these layers would take hours."""
+    kind = kind_of(lambda m: functools.reduce(lambda x, _: layer(x), range(40), m.mean))
+    assert not kind.problem
+    assert not kind.is_sum
 
 
 def test_a_penalty_beside_a_sum_counts_once_on_all_ranks() -> None:
