@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import threading
 
+import numpy as np
+
+from hostopt.collectives import futex
 from hostopt.collectives.call import CollectiveCall
 from hostopt.errors import HostOptError
 from hostopt.transport import event_loop
@@ -29,10 +32,8 @@ _WORD_STEP = 4
 _SIGNATURE = 6  # 2 checksums
 _FINITE = 8
 
-# Number of polls, about 2 ms, before the thread sleeps between polls. A sleeping rank wakes up
-# late, and then the others wait for it.
-_SPINS = 40_000
-_LONGEST_SLEEP_S = 1e-3
+_SPINS = 40_000  # polls before the thread sleeps, about 2 ms
+_LONGEST_SLEEP_S = 1e-3  # between looks at errors and deadlines
 _spinning = threading.Lock()  # a spinning thread holds the interpreter lock: allow only one
 
 
@@ -47,6 +48,7 @@ class SequenceCounters:
     def __init__(self, memory: memoryview, members: tuple[int, ...], transport: Transport) -> None:
         self._transport = transport
         self._words = memory[: counters_bytes(len(members))].cast("Q")
+        self._address = np.frombuffer(self._words, np.uint8).ctypes.data
         self._lines = range(0, len(members) * _LINE_WORDS, _LINE_WORDS)
         self._line = self._lines[members.index(transport.rank)]
         self._peers = [
@@ -64,7 +66,7 @@ class SequenceCounters:
         The first one after `begin_call` raises CollectiveMismatchError if the calls differ.
         """
         self._barriers += 1
-        self._words[self._line + _BARRIER] = self._barriers
+        self._publish(_BARRIER, self._barriers)
         for line, rank in self._peers:
             self._wait(line + _BARRIER, self._barriers, rank, call, round_)
         if self._is_unchecked:
@@ -102,9 +104,8 @@ class SequenceCounters:
 
         All ranks must have passed a barrier or read the previous word before they write the next.
         """
-        position = self._line + step % 2
-        self._words[position + _WORD] = word
-        self._words[position + _WORD_STEP] = step + 1
+        self._words[self._line + step % 2 + _WORD] = word
+        self._publish(step % 2 + _WORD_STEP, step + 1)
 
     def read_words(self, call: CollectiveCall) -> list[int]:
         """Returns the words of all ranks for step `call.step`; waits until all are written."""
@@ -113,19 +114,30 @@ class SequenceCounters:
             self._wait(line + position + _WORD_STEP, call.step + 1, rank, call, 0)
         return [self._words[line + position + _WORD] for line in self._lines]
 
+    def _publish(self, position: int, value: int) -> None:
+        """Writes a counter of this rank, and wakes the ranks that sleep until it changes."""
+        self._words[self._line + position] = value
+        futex.wake(self._address + 8 * (self._line + position))
+
     def _wait(
         self, position: int, value: int, rank: int, call: CollectiveCall, round_: int
     ) -> None:
         """Waits until a counter of a rank is at least `value`."""
         if self._words[position] >= value or self._spin(position, value):
             return
+
+        def sleep() -> None:
+            found = self._words[position]
+            if found < value:
+                futex.wait(self._address + 8 * position, found, _LONGEST_SLEEP_S)
+
         try:
             self._transport.mailbox.poll(
                 rank,
                 call.tag(round_),
                 call.in_phase("exchange in memory"),
                 lambda: self._words[position] >= value,
-                _LONGEST_SLEEP_S,
+                sleep,
             )
         except HostOptError as error:
             if self._words[position] >= value:  # the peer left after it had written

@@ -26,8 +26,6 @@ from hostopt.transport.stall import Wait, schedule
 
 _log = logging.getLogger(__name__)
 
-_SHORTEST_SLEEP_S = 20e-6  # of a wait that polls
-
 
 class Listener(NamedTuple):
     """Receives the messages of a channel as they arrive; called on any thread, must not block."""
@@ -217,16 +215,14 @@ class Mailbox:
         tag: Tag,
         name: str,
         has_ended: Callable[[], bool],
-        longest_sleep_s: float,
+        sleep: Callable[[], object],
         grace_s: float = 0.0,
     ) -> None:
-        """Waits for a peer until `has_ended`, which is called often; see `waiting`."""
-        pause_s = _SHORTEST_SLEEP_S
+        """Waits for a peer until `has_ended`, between short sleeps; see `waiting`."""
         with self.waiting(peer, tag, name, grace_s) as check:
             while not has_ended():
                 check()
-                time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, longest_sleep_s)
+                sleep()
 
     def fail(self, error: HostOptError) -> bool:
         """Ends all present and future waits with `error`; False if an earlier one is in effect."""

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 # Time of polling without sleep: a rank that sleeps wakes up late, and then the others wait for it.
 _SPIN_S, _SPIN_S_PER_BYTE = 2e-3, 5e-9
 _POLLS = 16  # about 5 us, between offers of the core to other threads
-_LONGEST_SLEEP_S = 200e-6
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 200e-6
 # Time in which the call of a rank arrives that has left since.
 _GRACE_S, _GRACE_S_PER_BYTE = 1.0, 1e-8
 _CAUSE_S = 2.0  # time in which the ring notices why MPI has failed
@@ -185,9 +185,8 @@ def wait(
     try:
         if not (_has_ended(request) or _spin(request, nbytes)):
             previous, tag = (transport.rank - 1) % transport.size, call.tag()
-            transport.mailbox.poll(
-                previous, tag, call.in_phase(phase), request.Test, _LONGEST_SLEEP_S, grace_s
-            )
+            name, sleep = call.in_phase(phase), _longer_each_time()
+            transport.mailbox.poll(previous, tag, name, request.Test, sleep, grace_s)
     except BaseException as error:
         _kept.append((request, *buffers))  # and this process does not end MPI
         failure = _cause(transport, call, error) if isinstance(error, mpi.Exception) else error
@@ -208,6 +207,17 @@ def _spin(request: Any, nbytes: int) -> bool:
         if _has_ended(request):
             return True
     return False
+
+
+def _longer_each_time() -> Callable[[], None]:
+    pause_s = _SHORTEST_SLEEP_S
+
+    def sleep() -> None:
+        nonlocal pause_s
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_SLEEP_S)
+
+    return sleep
 
 
 def _cause(transport: Transport, call: CollectiveCall, error: Exception) -> HostOptError:

@@ -72,6 +72,22 @@ def test_a_thread_does_not_spin_while_another_one_does(
         spawn_inproc(2, work)
 
 
+def test_a_rank_that_sleeps_is_woken(spawn_inproc: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_counters = shared_counters(2)
+    monkeypatch.setattr(sequence_counters, "_SPINS", 1)
+    monkeypatch.setattr(sequence_counters, "_LONGEST_SLEEP_S", 1e6)
+
+    def work(communicator: Communicator) -> list[list[int]]:
+        counters, words = open_counters(communicator), []
+        for step in range(100):
+            counters.barrier(call(step), 0)
+            counters.write_word(step, step * (1 + communicator.rank))
+            words.append(counters.read_words(call(step)))
+        return words
+
+    assert spawn_inproc(2, work) == [[[step, 2 * step] for step in range(100)]] * 2
+
+
 def test_a_rank_may_leave_once_it_has_passed_a_barrier(
     spawn_inproc: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
