@@ -1,4 +1,4 @@
-"""The accelerator of a rank: its GPU among those of its host, or the virtual accelerator."""
+"""The accelerator of a rank: its GPU among those of its host, or the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import hostopt
 from hostopt.options import shown
 from hostopt.tensorflow.background import HOST_DEVICE
 
-VIRTUAL_ACCELERATOR = "/device:CPU:1"
 _GPU = "/device:GPU:0"  # the first one that this process sees
 _MAX_DEVICES = 1023  # a session creates all CPU devices up to the one that is named
 # with these a launcher or a user gives each process its GPUs
@@ -62,7 +61,7 @@ def find_accelerator(cluster: hostopt.Cluster, wanted: str | None) -> Accelerato
     gpus = tf.config.list_physical_devices("GPU")
     visible = tf.config.get_visible_devices("GPU")
     if not visible:
-        return Accelerator(VIRTUAL_ACCELERATOR)
+        return Accelerator(HOST_DEVICE)
     ranks = cluster.local_ranks
     gpu = ranks.index(cluster.rank) % len(gpus)
     is_given = len(gpus) == 1 and any(os.environ.get(name) for name in _CHOOSING)

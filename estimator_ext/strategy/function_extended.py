@@ -78,7 +78,7 @@ class _Replica(HostOffloadExtended):
 
     @property
     def _step_device(self) -> str:
-        """Device of forward and backward; the host if there is no virtual accelerator."""
+        """Device of forward and backward; the host if it is a CPU device that is not there."""
         device = tf.DeviceSpec.from_string(self._device)
         if device.device_type != "CPU":
             return str(self._device)

@@ -45,8 +45,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
       variables_on_host: True keeps variables and slots in host memory, and caches a copy of each
         trainable variable on the accelerator in each step. False keeps them on the accelerator.
       accelerator: device of forward and backward. The default is the first GPU or, without a
-        GPU, the virtual accelerator, which is the second CPU device of the session. Of several
-        GPUs, each rank of a host takes one.
+        GPU, the CPU. Of several GPUs, each rank of a host takes one.
       sparse_as_dense: True makes sparse gradients (`tf.IndexedSlices`) dense before they travel.
         False sends the rows of each rank to all ranks, uncompressed.
       auto_shard: how TensorFlow shards the dataset of an input_fn without an argument

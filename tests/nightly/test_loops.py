@@ -49,7 +49,8 @@ def test_a_loop_of_steps_equals_single_steps(
     options: dict[str, Any] = {}
     if with_strategy:  # the accelerator has copies of the variables, which change in the loop
         options["session_config"] = tf.compat.v1.ConfigProto(allow_soft_placement=False)
-        options["train_distribute"] = estimator_ext.HostOffloadStrategy()
+        strategy = estimator_ext.HostOffloadStrategy(accelerator="/device:CPU:1")
+        options["train_distribute"] = strategy
         stepwise = make_estimator(tmp_path / "steps", **options)
     else:
         config = tf.estimator.RunConfig(tf_random_seed=1)

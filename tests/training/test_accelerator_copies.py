@@ -1,4 +1,4 @@
-"""Copies of variables on an accelerator with memory of its own, which the virtual one stands for.
+"""Copies of variables on an accelerator with memory of its own; a second CPU device stands for it.
 
 Programs that change variables beside the step train as with the stock Estimator: no step, and no
 other run of the session, sees a stale copy.
@@ -22,6 +22,7 @@ estimator_ext.install()
 
 v1 = tf.compat.v1
 RANDOM = np.random.RandomState(0)
+ACCELERATOR = "/device:CPU:1"
 X = RANDOM.standard_normal((48, 6)).astype(np.float32)
 Y = (X.sum(1) > 0).astype(np.int32)
 STEPS = 12
@@ -157,7 +158,7 @@ def test_steps_read_what_was_written_last(
 ) -> None:
     reference = None
     if model == "micro-batches":  # which the stock Estimator does not have
-        reference = estimator_ext.HostOffloadStrategy()
+        reference = estimator_ext.HostOffloadStrategy(accelerator=ACCELERATOR)
     expected = trained(tmp_path / "reference", reference, model, way)
     monkeypatch.setattr(training_graph, "is_gpu", lambda device: True)
     copies = []
@@ -167,7 +168,8 @@ def test_steps_read_what_was_written_last(
         "_copy",
         lambda self, variable, *others: copies.append(variable) or build(self, variable, *others),
     )
-    with contextlib.closing(estimator_ext.HostOffloadStrategy()) as strategy:
+    strategy = estimator_ext.HostOffloadStrategy(accelerator=ACCELERATOR)
+    with contextlib.closing(strategy):
         values = trained(tmp_path / "copies", strategy, model, way)
     assert len(copies) == (1 if "TensorFlow 1" in model else 5)
     assert values.keys() == expected.keys()  # copies are in no checkpoint

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext import HostOffloadStrategy
-from estimator_ext.strategy.devices import VIRTUAL_ACCELERATOR, Accelerator, find_accelerator
+from estimator_ext.strategy.devices import Accelerator, find_accelerator
 from hostopt.tensorflow.background import HOST_DEVICE
 
 GPU = "/device:GPU:0"
@@ -86,10 +86,10 @@ def test_each_rank_of_a_host_takes_a_gpu(
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_without_a_gpu_each_rank_has_the_virtual_accelerator(devices: Devices, size: int) -> None:
+def test_without_a_gpu_each_rank_computes_on_its_cpu(devices: Devices, size: int) -> None:
     del devices
     for rank in range(size):
-        assert find_accelerator(cluster(rank, "a" * size), None).device == VIRTUAL_ACCELERATOR
+        assert find_accelerator(cluster(rank, "a" * size), None).device == HOST_DEVICE
 
 
 def test_an_evaluator_does_not_look_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_what_the_user_has_chosen_stays(devices: Devices, monkeypatch: pytest.Mo
     devices.visible = ["GPU 0"]
     assert find_accelerator(cluster(0, "a"), None) == Accelerator(GPU, (0,))
     devices.visible = []
-    assert find_accelerator(second, None) == Accelerator(VIRTUAL_ACCELERATOR)
+    assert find_accelerator(second, None) == Accelerator(HOST_DEVICE)
     devices.count, devices.visible = 1, None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # by a launcher, for each process
     assert find_accelerator(second, None) == Accelerator(GPU)
