@@ -85,7 +85,7 @@ class StepTimestamps:
                 # a rank waits for the weights of batches until all have their input
                 "input_s": _time_after([weights.mean_weight] if weights else inputs),
                 "copies_s": _time_after([v for v in cached if v is not None and v.op in outer]),
-                "gradients_s": _time_after([tf.identity(g) for g in _from_accelerator(outer)]),
+                "gradients_s": _time_after(_gradients(outer) or [spec.loss]),
                 "end_s": _time_after([spec.loss, spec.train_op]),
             }
 
@@ -95,23 +95,18 @@ def _time_after(waited: Sequence[Any]) -> tf.Tensor:
         return tf.timestamp()
 
 
-def _from_accelerator(step: Collection[tf.Operation]) -> list[tf.Tensor]:
-    """Returns what the host receives for the updates of a step, in topological order."""
-
-    def is_on_host(device: str) -> bool:
-        return device.endswith(HOST_DEVICE)
-
+def _gradients(step: Collection[tf.Operation]) -> list[tf.Tensor]:
+    """Returns what the updates of a step receive on the host, but for results of other updates."""
     received: dict[str, tf.Tensor] = {}
     after: set[tf.Operation] = set()  # updates, and what depends on one
-    for op in step:
-        if op.type.startswith(_UPDATES) or not after.isdisjoint(runs_before(op)):
+    for op in step:  # in topological order
+        is_update = op.type.startswith(_UPDATES)
+        for tensor in op.inputs if is_update else ():
+            if tensor.dtype.is_floating and tensor.op not in after:
+                received[tensor.name] = tensor
+        if is_update or not after.isdisjoint(runs_before(op)):
             after.add(op)
-        if is_on_host(op.device):
-            for tensor in op.inputs:
-                crosses = tensor.device and not is_on_host(tensor.device)
-                if crosses and tensor.dtype.is_floating and tensor.op not in after:
-                    received[tensor.name] = tensor
-    return [tensor for tensor in received.values() if tensor.op in step]
+    return [tf.identity(each) for each in received.values()]
 
 
 class _SaveTimes(tf.compat.v1.train.CheckpointSaverListener):

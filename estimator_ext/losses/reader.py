@@ -51,7 +51,7 @@ _OF_ROWS += ("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogi
 _OF_ROWS += ("Softmax", "MatMul", "BatchMatMulV2", "BiasAdd", "Max", "Min", "OneHot", "Xlogy")
 _OF_SCALARS = (*ADDING, *_LARGER, *_CURVES, *_COUNTS)
 _POWERS = {"Square": 2, "Reciprocal": -1, "Inv": -1}
-_MAX_SUMS = 64
+_MAX_SUMS = 64  # each layer of a deep graph may double them
 
 CURE = "Say what it is with `python -m estimator_ext --loss mean` or `--loss sum`"
 OF_BOTH = (
@@ -336,8 +336,9 @@ class LossReader:
             data, index = (first, 1) if first.has_data else (second, 0)
             if not values[index].has_variables:  # else it is a weight that changes
                 number = _number_of(op.inputs[index])
-                number = 1 / number if index == 1 and sign < 0 and number else number
-                sums = _few(frozenset(each.times(number) for each in data.sums or {Sum()}))
+                if index == 1 and sign < 0 and number and not math.isnan(number):
+                    number = 1 / number
+                sums = frozenset(each.times(number) for each in data.sums or {Sum()})
         rank = op.outputs[0].shape.rank
         axes = [
             v.axis + (rank or 0) - (t.shape.rank or 0)
@@ -480,10 +481,11 @@ def _values_before(tensor: tf.Tensor) -> Iterable[tf.Operation]:
 
 
 def _number_of(tensor: tf.Tensor) -> float:
-    """Returns the absolute value of a constant; NaN if it is not known, or has several."""
+    """Returns the absolute value of a constant; math.nan if it is not known, or has several."""
     value = constant_of(tensor)
     numbers = np.unique(np.abs(np.asarray(np.nan if value is None else value, np.float64)))
-    return float(numbers[0]) if numbers.size == 1 else math.nan
+    is_known = numbers.size == 1 and not np.isnan(numbers[0])
+    return float(numbers[0]) if is_known else math.nan
 
 
 def _axes(op: tf.Operation) -> set[int] | None:

@@ -60,7 +60,6 @@ class Communicator(Channel):
         self._group: RingGroup | MpiGroup  # without a wire format
         self.hosts = hosts
         self.memory: HostMemory | None = None
-        self._longest_bytes = 0  # that `all_gather_bytes` has gathered from a rank
         each_alone = Hosts(tuple((rank,) for rank in range(transport.size)))
         self._on_network = HierarchicalAllReduce(each_alone, None, transport)
         self._opening: Channel | None = None  # of shared memory, or communicators of MPI
@@ -289,16 +288,13 @@ class Communicator(Channel):
         call = self.begin_call("all_gather_bytes", name)
         shared_memory = None
         if self.memory is not None:
-            # All ranks must choose the same block size, so it depends on the lengths of earlier
-            # data, which all ranks know, and not on those of this call.
-            sizes, text = (self._longest_bytes, 0), call.signature.text
-            channels = (self.memory.channel_of_all(nbytes, text) for nbytes in sizes)
-            shared_memory = next(filter(None, channels), None)
+            # All ranks must choose the same block size, so it must not depend on the length of the
+            # data, which may differ between ranks. The smallest blocks stay in cache.
+            shared_memory = self.memory.channel_of_all(0, call.signature.text)
         if shared_memory is not None:
             gathered = shared_memory.all_gather_bytes(view, call)
         else:
             gathered = self.group(call).all_gather_bytes(call, view)
-        self._longest_bytes = max(self._longest_bytes, *map(len, gathered))
         if isinstance(data, bytes):
             gathered = [bytes(each) for each in gathered]
             gathered[self.rank] = data

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
-_SYSCALL = 202  # on x86-64
+_FUTEX = ctypes.c_long(202)  # number of the system call on x86-64
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1  # number of waiters to wake
-_libc = ctypes.CDLL(None)  # its calls release the interpreter lock
+# only a wait takes so long that the interpreter lock should be released
+_system_call, _short_system_call = ctypes.CDLL(None).syscall, ctypes.PyDLL(None).syscall
 
 
 class _Timespec(ctypes.Structure):
@@ -17,21 +18,11 @@ class _Timespec(ctypes.Structure):
 def wait(address: int, value: int, timeout_s: float) -> None:
     """Sleeps until `wake`, but not if the word, of which 32 bits count, has another value."""
     seconds, fraction = divmod(timeout_s, 1)
-    limit = _Timespec(int(seconds), int(1e9 * fraction))
-    _call(address, _WAIT, value & 0xFFFFFFFF, ctypes.byref(limit))
+    limit = ctypes.byref(_Timespec(int(seconds), int(1e9 * fraction)))
+    # errors need no handling, as the caller looks at the word again
+    _system_call(_FUTEX, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(value), limit)
 
 
-def wake(address: int) -> None:
-    """Wakes all threads that wait for the word, in any process."""
-    _call(address, _WAKE, _ALL, None)
-
-
-def _call(address: int, operation: int, value: int, timeout: object) -> None:
-    # errors need no handling: each caller of `wait` looks at the word again
-    _libc.syscall(
-        ctypes.c_long(_SYSCALL),
-        ctypes.c_void_p(address),
-        operation,
-        ctypes.c_uint32(value),
-        timeout,
-    )
+def wake(address: int) -> int:
+    """Wakes all threads that wait for the word, in any process; returns their number."""
+    return int(_short_system_call(_FUTEX, ctypes.c_void_p(address), _WAKE, _ALL))

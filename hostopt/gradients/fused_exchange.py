@@ -346,9 +346,8 @@ class _SumsByKey:
     The keys are equal if a model looks up the same ids in an embedding and in a linear part.
     """
 
-    _given: Array | None = None
-
     def __init__(self, order: Callable[[Array], Array]) -> None:
+        self._given: Array | None = None
         self._order_of = order  # the positions of keys in ascending order, stable
 
     def __call__(self, keys: Array, values: Array) -> tuple[Array, Array]:

@@ -23,7 +23,9 @@ def as_ranks(addresses: list[str], work: Callable[[Any], Any]) -> list[Any]:
 
     def run(rank: int) -> None:
         strategy = estimator_ext.HostOffloadStrategy(
-            resolver(addresses, rank), collective_timeout_s=deadline_s(30)
+            resolver(addresses, rank),
+            accelerator="/device:CPU:1",
+            collective_timeout_s=deadline_s(30),
         )
         try:
             with tf.Graph().as_default(), strategy.propagate_errors():

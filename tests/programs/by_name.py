@@ -36,6 +36,8 @@ LIMIT_S = 120.0
 ALONE = len(CONFIG.get("cluster", {}).get("worker", [])) < 2
 if ALONE:
     os.environ.pop("TF_CONFIG", None)
+# a second CPU device stands for a GPU
+make_strategy = functools.partial(estimator_ext.HostOffloadStrategy, accelerator="/device:CPU:1")
 
 
 class Outcome(tf.estimator.SessionRunHook):
@@ -156,7 +158,7 @@ def end_process_after(seconds: float) -> threading.Timer:
 
 def train_all(
     models: dict[str, Callable[[Training], None]],
-    make_strategy: Callable[[], Any] = estimator_ext.HostOffloadStrategy,
+    make_strategy: Callable[[], Any] = make_strategy,
 ) -> None:
     """Trains the models in the first argument of the program, in that order."""
     settings = json.loads(sys.argv[1])

@@ -319,7 +319,7 @@ def input_fn(input_context: Any) -> Any:
 def main(directory: str, steps: str, *cases: str) -> None:
     for case in cases:
         options = {"nonfinite": "skip"} if case == "skipped" else {}
-        strategy = estimator_ext.HostOffloadStrategy(**options)
+        strategy = estimator_ext.HostOffloadStrategy(accelerator="/device:CPU:1", **options)
         config = estimator_ext.RunConfig(
             train_distribute=strategy, save_checkpoints_steps=3, **CONFIG.get(case, {})
         )

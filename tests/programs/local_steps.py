@@ -131,7 +131,9 @@ def run(chosen: dict[str, Any]) -> None:
     settings = {**SETTINGS, **chosen}
     outer = settings["outer"]
     strategy = estimator_ext.HostOffloadStrategy(
-        outer_optimizer=_outer(outer) if outer else None, **settings["strategy"]
+        accelerator="/device:CPU:1",
+        outer_optimizer=_outer(outer) if outer else None,
+        **settings["strategy"],
     )
     rank = strategy.cluster.rank or 0
     hooks: list[Any] = [Dump(Path(settings["dump_dir"]) / f"variables-{rank}.npz")]

@@ -16,7 +16,10 @@ STEPS, DEADLINE_S = 3, 20.0
 def main(model_dir: str) -> None:
     # three layers of 3.1 KiB each and buckets of half that size: one layer per bucket
     strategy = estimator_ext.HostOffloadStrategy(
-        communication="grpc", bucket_mb=2048 / 2**20, collective_timeout_s=2 * DEADLINE_S
+        accelerator="/device:CPU:1",
+        communication="grpc",
+        bucket_mb=2048 / 2**20,
+        collective_timeout_s=2 * DEADLINE_S,
     )
     transport = strategy.communicator.transport
     bucket_1_sent = threading.Semaphore(0)

@@ -980,7 +980,7 @@ def train_kind(kind: Kind, training: by_name.Training) -> None:
     nothing = {"save_checkpoints_steps": None, "save_checkpoints_secs": None}
     with contextlib.ExitStack() as stack:
         if training.strategy is not None and kind.options:
-            training.strategy = estimator_ext.HostOffloadStrategy(**kind.options)
+            training.strategy = by_name.make_strategy(**kind.options)
             stack.callback(training.strategy.close)
         training.train(model_fn, by_name.halves(DATA), save_summary_steps=None, **nothing)
 

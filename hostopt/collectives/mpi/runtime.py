@@ -185,7 +185,7 @@ def wait(
     try:
         if not (_has_ended(request) or _spin(request, nbytes)):
             previous, tag = (transport.rank - 1) % transport.size, call.tag()
-            name, sleep = call.in_phase(phase), _longer_each_time()
+            name, sleep = call.in_phase(phase), _growing_sleep()
             transport.mailbox.poll(previous, tag, name, request.Test, sleep, grace_s)
     except BaseException as error:
         _kept.append((request, *buffers))  # and this process does not end MPI
@@ -209,7 +209,7 @@ def _spin(request: Any, nbytes: int) -> bool:
     return False
 
 
-def _longer_each_time() -> Callable[[], None]:
+def _growing_sleep() -> Callable[[], None]:
     pause_s = _SHORTEST_SLEEP_S
 
     def sleep() -> None:

@@ -25,7 +25,7 @@ def make_estimator(
         weight = tf.compat.v1.get_variable("w", [], tf.float32, tf.ones_initializer())
         return build(weight * tf.reduce_sum(features), weight, mode)
 
-    strategy = estimator_ext.HostOffloadStrategy()
+    strategy = estimator_ext.HostOffloadStrategy(accelerator="/device:CPU:1")
     config = estimator_ext.RunConfig(
         train_distribute=strategy,
         session_config=tf.compat.v1.ConfigProto(allow_soft_placement=False),

@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from estimator_ext.estimator.progress import ProgressHook
+import estimator_ext
+from estimator_ext.estimator.progress import ProgressHook, StepTimestamps
+from estimator_ext.graphs.walks import walk
 from hostopt.telemetry import progress
+
+estimator_ext.install()
 
 train = tf.compat.v1.train
 
@@ -26,3 +30,24 @@ def test_the_end_of_a_training_is_noted(tmp_path: Path, monkeypatch: pytest.Monk
             assert not training["is_ended"]
             assert training["model_dir"] == model_dir  # a URL is no path of this machine
     assert progress.read_progress(str(path))["training"]["is_ended"]
+
+
+@pytest.mark.parametrize("accelerator", ["/device:CPU:0", "/device:CPU:1"])
+def test_backward_ends_before_the_first_update(accelerator: str) -> None:
+    with tf.Graph().as_default():
+        data = tf.data.Dataset.from_tensors(tf.ones([4, 3]))
+        features = tf.compat.v1.data.make_one_shot_iterator(data).get_next()
+        with tf.device("/device:CPU:0"):
+            weights = tf.compat.v1.get_variable("w", [3, 2], use_resource=True)
+            optimizer = train.AdamOptimizer()
+        with tf.device(accelerator):
+            loss = tf.reduce_sum((features @ weights) ** 2)
+            pairs = optimizer.compute_gradients(loss)
+        with tf.device("/device:CPU:0"):
+            update = optimizer.apply_gradients(pairs)
+        spec = tf.estimator.EstimatorSpec("train", loss=loss, train_op=update)
+        times = StepTimestamps(spec, None).times
+        before = walk([times["gradients_s"].op])
+    assert pairs[0][0].op in before
+    assert "ResourceApplyAdam" not in {op.type for op in before}
+    assert update in walk([times["end_s"].op])

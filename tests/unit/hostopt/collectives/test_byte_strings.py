@@ -7,7 +7,7 @@ import pytest
 from rings import Spawn
 
 from hostopt.collectives.communicator import Communicator
-from hostopt.collectives.host_memory import BLOCK_BYTES, SMALL_BLOCK_BYTES
+from hostopt.collectives.host_memory import SMALL_BLOCK_BYTES
 from hostopt.errors import CollectiveMismatchError, HostOptError
 
 
@@ -28,8 +28,7 @@ def test_all_gather_bytes_of_different_lengths(spawn: Spawn, texts: list[bytes])
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_all_gather_bytes_of_several_segments_and_blocks(spawn: Spawn, size: int) -> None:
-    small, large = SMALL_BLOCK_BYTES, BLOCK_BYTES
-    lengths = [0, 1, 1000, small - 8, small - 7, 300_000, large - 7]
+    lengths = [0, 1, 1000, SMALL_BLOCK_BYTES - 8, SMALL_BLOCK_BYTES - 7, 300_000]
 
     def text(rank: int, turn: int) -> bytes:
         length = lengths[(rank + turn) % len(lengths)]
