@@ -15,7 +15,7 @@ from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError, NonFiniteGradientError
 from hostopt.gradients.bucket import TensorSpec
-from hostopt.gradients.fused_exchange import DenseValue, FusedExchange, Rows, Table
+from hostopt.gradients.fused_exchange import DenseValue, FusedExchange, Rows, Table, _ordered
 
 FLOAT32, FLOAT64, INT64 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -152,6 +152,14 @@ def test_kinds_of_rows_with_and_without_the_same_indices(spawn_inproc: Spawn) ->
             expected = sum(as_dense(table, part) for part in parts)
             np.testing.assert_array_equal(as_dense(table, rows), expected)
             np.testing.assert_array_equal(rows[0], np.unique(rows[0]))
+
+
+@pytest.mark.parametrize("bits", [4, 44, 63])  # of the keys; 63 leave none for their positions
+def test_keys_are_ordered_as_by_a_stable_sort(bits: int) -> None:
+    keys = np.random.RandomState(0).randint(0, 2**bits, 3000, np.int64)
+    keys = np.concatenate([keys[:1000], keys, keys[:1000:-1], keys[:0]])
+    for some in (keys, keys[:1], keys[:0]):
+        np.testing.assert_array_equal(_ordered(some), np.argsort(some, kind="stable"))
 
 
 @pytest.mark.parametrize("width", [1, 16])
