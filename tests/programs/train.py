@@ -41,7 +41,6 @@ SETTINGS = {
     "learning_rate": 0.01,
     "api": "train",  # or "ours", "stock": train_and_evaluate
     "trace": False,
-    "accelerator": "/device:CPU:1",  # stands for a GPU
     "own_memory": False,  # the accelerator stands for one with memory of its own
     "raise_in": "",  # "model_fn", "host_call" or "input_fn"; "... op": in a step; or "hook"
     "raise_kind": "ZeroDivisionError",
@@ -382,7 +381,7 @@ def main(settings: dict) -> None:
     strategy = estimator_ext.HostOffloadStrategy(
         tf.distribute.cluster_resolver.TFConfigClusterResolver(),
         variables_on_host=settings["variables_on_host"],
-        accelerator=settings["accelerator"],
+        accelerator="/device:CPU:1",  # stands for a GPU
         bucket_mb=settings["bucket_mb"],
         sparse_as_dense=settings["sparse_as_dense"],
         collective_timeout_s=settings["collective_timeout_s"],
