@@ -40,7 +40,7 @@ from hostopt.collectives.communicator import all_gather_json
 from hostopt.gradients.reducer import AnyReducer
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.ops import StopSaveFlags, is_same_on_all_ranks
-from hostopt.tensorflow.reductions import Reduction, need_exchange, reduce_tensors
+from hostopt.tensorflow.reductions import Reduction, can_join, reduce_tensors
 from hostopt.tensorflow.sparse import parts_of
 
 STAND_IN = "HostReduced"
@@ -89,7 +89,7 @@ class DeferredReductions:
     last_results: list[tf.Tensor] = field(default_factory=list)  # after all reductions of a step
     # of dense tensors, by the names in the buckets of reducers
     sums: dict[str, tf.Tensor] = field(default_factory=dict)
-    loss: tf.Tensor | None = None  # the reduced loss, if an exchange carries it
+    loss: tf.Tensor | None = None  # the reduced loss, if it travels with another reduction
     _is_built: bool = False
     _deferred: list[Deferred] = field(default_factory=list)
     _names: Counter[str] = field(default_factory=Counter)  # number of reductions of each name
@@ -194,7 +194,7 @@ class DeferredReductions:
         weight = next((e.weight for e in group if e.reduction.is_gradient), None)
         reductions = [each.reduction for each in group]
         flags = None
-        if loss is not None and need_exchange(reductions, self.strategy.communicator):
+        if loss is not None and can_join(loss, reductions, self.strategy.communicator):
             reductions, flags = [*reductions, loss], self.flags
             flags.travel = True
         results, reducers = reduce_tensors(

@@ -210,7 +210,7 @@ class GradientReduction:
             deferred.refuse_before(repeated)
         self._add_reducers(deferred.build(targets, updates.is_same, reduction, repeated))
         total = deferred.loss
-        if total is None:  # no exchange could carry it
+        if total is None:  # it needs messages of its own
             total = self.values.reduce_loss(loss, is_mean, deferred.last_results)
         return total, [*deferred.last_results, *ends]
 

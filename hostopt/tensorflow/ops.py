@@ -67,6 +67,25 @@ class StopSaveFlags:
         self.ranks_saving, self.ranks_stopping = divmod(int(total), _FLAG_BASE)
 
 
+class SumWithFlags:
+    """Sums a scalar over the ranks, and flags in the same messages."""
+
+    def __init__(self, communicator: Communicator, name: str, flags: StopSaveFlags) -> None:
+        self._sum = communicator.open_scalar_sum(f"the sum of {name}")
+        self._flags = flags
+        flags.travel = True
+
+    def start(self, value: Array) -> None:
+        """Starts the sum of a float32, without waiting."""
+        self._sum.start(float(value), float(self._flags.local))
+
+    def wait(self) -> np.float32:
+        """Returns the sum, when every rank has started it."""
+        total, flags_total = self._sum.wait()
+        self._flags.set_total(float(flags_total))
+        return total
+
+
 def start_scalar_sum(
     scalar: tf.Tensor,
     name: str,
@@ -83,23 +102,16 @@ def start_scalar_sum(
       after: tensors that are computed before this rank waits for the sum.
       flags: flags that are summed in the same messages.
     """
-    scalar_sum = communicator.open_scalar_sum(f"the sum of {name}")
+    scalar_sum = SumWithFlags(communicator, name, flags)
 
     def start(value: Array) -> Any:
-        scalar_sum.start(float(value), float(flags.local))
+        scalar_sum.start(value)
         return [np.int32(0)]
-
-    def wait(_: Array) -> list[Any]:
-        total, flags_total = scalar_sum.wait()
-        flags.set_total(float(flags_total))
-        return [total]
-
-    flags.travel = True
 
     with tf.device(HOST_DEVICE):
         (token,) = call_python(start, [scalar], [tf.int32], "HostPost")
         with tf.control_dependencies(after):
-            call = abort_on_error(communicator, wait)
+            call = abort_on_error(communicator, lambda _: [scalar_sum.wait()])
             (result,) = call_in_background(call, [token], [tf.float32], name="HostCollect")
     result.set_shape([])
     return result

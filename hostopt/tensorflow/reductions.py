@@ -24,7 +24,7 @@ from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import AnyReducer, BucketReducer, open_reducer
 from hostopt.tensorflow._tf_private import call_python
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background, in_order
-from hostopt.tensorflow.ops import StopSaveFlags, all_reduce
+from hostopt.tensorflow.ops import StopSaveFlags, SumWithFlags, all_reduce
 
 # A rank receives at most this many bytes of dense arrays in an exchange, which sends all arrays to
 # all ranks. Larger ones are reduced in buckets, or in separate operations.
@@ -100,7 +100,7 @@ def reduce_tensors(
       reductions: the tensors. All ranks reduce them in rank 0's order.
       weight: float64 scalar that multiplies this rank's gradients; None for 1.
       nonfinite: "error", "skip", "warn" or `ALLOW`, as for `NonFiniteCheck`.
-      flags: flags that are summed along with the exchange, if there is an exchange.
+      flags: flags that are summed along with the exchange, or with the scalar of a bucket.
 
     Returns:
       The results, in the order of `reductions`, and the reducers, which the caller must close
@@ -183,7 +183,7 @@ class Reducers:
     bucket_bytes: int
     nonfinite: str | None = None  # as for `NonFiniteCheck`
     wire_format: WireFormat | None = None  # in buckets; None for that of the option `compression`
-    flags: StopSaveFlags | None = None  # summed along with the exchange
+    flags: StopSaveFlags | None = None  # see `reduce_tensors`
     weight: tf.Tensor | None = None  # float64 scalar that multiplies this rank's gradients
     buckets: Any = None  # reducer of buckets; None before one is needed
     exchange: Any = None  # reducer of all other tensors; None before one is needed
@@ -198,7 +198,9 @@ class Reducers:
         parts = _split(reductions, self.communicator)
         results: dict[Reduction, Any] = {}
         if parts.in_buckets:
-            results.update(zip(parts.in_buckets, self.reduce_in_buckets(parts.in_buckets)))
+            scalars = parts.with_last_bucket
+            sums = self.reduce_in_buckets(parts.in_buckets, scalars=scalars)
+            results.update(zip([*parts.in_buckets, *scalars], sums))
         if parts.in_exchange:
             results.update(self._exchange(parts.in_exchange))
         for each in parts.separate:
@@ -246,9 +248,12 @@ class Reducers:
     # -- large gradients in buckets ------------------------------------------------------------
 
     def reduce_in_buckets(
-        self, gradients: Sequence[Reduction], check: NonFiniteCheck | None = None
+        self,
+        gradients: Sequence[Reduction],
+        check: NonFiniteCheck | None = None,
+        scalars: Sequence[Reduction] = (),
     ) -> list[tf.Tensor]:
-        """Adds the operations that sum dense gradients in buckets."""
+        """Adds the operations that sum dense gradients in buckets, and scalars with the last."""
         specs = [_static_spec(each.value, each.name) for each in gradients]
         buckets = plan_buckets(specs, self.bucket_bytes, self.communicator.size)
         if self.buckets is None:
@@ -270,12 +275,16 @@ class Reducers:
                     first_launch = first_launch or [launch]
                 # chained, as all ranks must reduce the buckets in the same order
                 with tf.control_dependencies(previous):
-                    results = self._sums_operation(number, values, launch)
+                    last = scalars if bucket is buckets[-1] else ()
+                    results = self._sums_operation(number, values, launch, last)
                 previous = results[:1]
                 for index, result in zip(bucket.indices, results):
                     result.set_shape(received[index].shape)
                     reduced[index] = result
-        return [reduced[index] for index in range(len(received))]
+        totals = results[len(values) :]
+        for total in totals:
+            total.set_shape([])
+        return [*(reduced[index] for index in range(len(received))), *totals]
 
     def _launch_operation(self, number: int, values: Sequence[tf.Tensor]) -> tf.Tensor:
         def launch(*arrays: Array) -> Any:
@@ -293,15 +302,21 @@ class Reducers:
         return token
 
     def _sums_operation(
-        self, number: int, values: Sequence[tf.Tensor], launch: tf.Tensor | None
+        self,
+        number: int,
+        values: Sequence[tf.Tensor],
+        launch: tf.Tensor | None,
+        scalars: Sequence[Reduction],
     ) -> list[tf.Tensor]:
         if launch is None:  # [G3] to [G5]
             name, inputs = f"reduce_{number}", [*values, *self._weights]
             call = self._weighted(lambda *arrays: self.sum_inline(number, arrays))
         else:  # [G5]
             name, inputs, call = f"wait_{number}", [launch], lambda _: self.wait(number)
+        for each in scalars:
+            inputs, call = [each.value, *inputs], self._with_scalar(call, each)
         channel = self.buckets.communicator
-        dtypes = [each.dtype for each in values]
+        dtypes = [each.dtype for each in [*values, *(scalar.value for scalar in scalars)]]
         call, order = abort_on_error(channel, call), f"channel {channel.channel}: {name}"
         return call_in_background(call, inputs, dtypes, name, order)
 
@@ -319,6 +334,19 @@ class Reducers:
             return call(*(times(array, float(factor)) for array in arrays))
 
         return call_weighted
+
+    def _with_scalar(self, call: Callable[..., Any], scalar: Reduction) -> Callable[..., Any]:
+        """Wraps `call`: the first argument is a scalar, whose result comes last."""
+        flags = self.flags or StopSaveFlags()
+        scalar_sum = SumWithFlags(self.communicator, scalar.name, flags)
+        divisor = np.float32(self.communicator.size if scalar.op is ReduceOp.AVERAGE else 1)
+
+        def call_with_scalar(value: Array, *arrays: Array) -> Any:
+            scalar_sum.start(value)
+            sums = call(*arrays)  # no rank ends it before all have started the other sum
+            return [*sums, scalar_sum.wait() / divisor]
+
+        return call_with_scalar
 
     # -- all other tensors in an exchange ------------------------------------------------------
 
@@ -396,9 +424,12 @@ def _reshape(rows: tf.Tensor, row_shape: Sequence[int]) -> tf.Tensor:
     return tf.reshape(rows, [-1, *row_shape])
 
 
-def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
-    """Returns True if `reduce_tensors` needs an exchange: not all tensors are large and dense."""
-    return bool(_split(reductions, communicator).in_exchange)
+def can_join(
+    scalar: Reduction, reductions: Sequence[Reduction], communicator: Communicator
+) -> bool:
+    """Returns True if `reduce_tensors` needs no message of its own for one more scalar."""
+    parts = _split([*reductions, scalar], communicator)
+    return bool(parts.with_last_bucket) or len(parts.in_exchange) > 1
 
 
 class _Parts(NamedTuple):
@@ -406,6 +437,7 @@ class _Parts(NamedTuple):
 
     in_exchange: list[Reduction]  # all others
     in_buckets: list[Reduction]  # dense gradients, if their total size is large
+    with_last_bucket: list[Reduction]  # a scalar that alone would need an exchange
     separate: list[Reduction]  # large dense tensors that are no gradients
 
 
@@ -419,4 +451,18 @@ def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Part
         gradients = []
     separate = [each for each in dense if not each.is_gradient and nbytes[each] > limit]
     large = {*gradients, *separate}
-    return _Parts([each for each in reductions if each not in large], gradients, separate)
+    others = [each for each in reductions if each not in large]
+    # beyond one host a scalar should be on its way while backward runs
+    if communicator.on_one_host and gradients and len(others) == 1 and _is_scalar(others[0]):
+        return _Parts([], gradients, others, separate)
+    return _Parts(others, gradients, [], separate)
+
+
+def _is_scalar(reduction: Reduction) -> bool:
+    """Returns True for a sum or a mean that `SumWithFlags` can compute."""
+    return (
+        not reduction.is_sparse
+        and reduction.op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+        and reduction.value.dtype == tf.float32
+        and reduction.value.shape.rank == 0
+    )
