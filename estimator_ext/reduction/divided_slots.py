@@ -1,14 +1,20 @@
 """The slots of updates that the ranks divide: each rank has the part that it updates.
 
-The slots of the program have no values while it trains, so that reading one is an error. Rank 0
-has all of them while it saves: a checkpoint is the same as without divided updates. The other
-ranks never have more than their parts.
+The slots of the program have no values while it trains. Rank 0 has all of them while it saves: a
+checkpoint is the same as without divided updates. The parts are
+
+    on one host        slices of memory that the ranks share, so that any rank can read a slot
+                       between two updates (`locked_reads`), and rank 0 saves what is in it
+    on several hosts   in memory of each rank, so that reading a slot is an error; rank 0 gathers
+                       one slot after another to save them
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -20,6 +26,7 @@ import hostopt
 from estimator_ext._tf_private import replace_input
 from estimator_ext.variables.sync_on_read import assign
 from hostopt.collectives.call import Array
+from hostopt.gradients.bucket import ALIGNMENT_BYTES, padded
 
 EMPTY = (0,)  # shape of a value that has been taken away
 
@@ -37,57 +44,143 @@ class _Slot:
     """A slot of the program, the whole, of which each rank has a part."""
 
     def __init__(self, whole: tf.Variable, parts: list[slice], shape: list[int]) -> None:
-        ops, handle = tf.raw_ops, part_variable(whole, shape)
-        dtype = whole.dtype.base_dtype
+        ops = tf.raw_ops
         self.whole = whole
-        self.parts = parts  # by rank
-        self.value = ops.ReadVariableOp(resource=whole.handle, dtype=dtype)
+        self.dtype = whole.dtype.base_dtype
+        self.name = f"slot {whole.op.name!r}"
+        self._parts = parts  # by rank
+        self._shape = shape  # of this rank's part
+        self.handle_of_part = part_variable(whole, shape)
+        self.value = ops.ReadVariableOp(resource=whole.handle, dtype=self.dtype)
         self.has_value = ops.VarIsInitializedOp(resource=whole.handle)
         self.initial: tf.Tensor | None = None  # of the whole, which begins empty then
         if whole.initializer.type == "AssignVariableOp":
             self.initial = whole.initializer.inputs[1]
             # it may be fed with a whole slot
-            replace_input(whole.initializer, 1, of_unknown_shape(tf.zeros(EMPTY, dtype)))
-        self.part = ops.ReadVariableOp(resource=handle, dtype=dtype)
-        self.new_part = tf.compat.v1.placeholder(dtype, shape)
-        self.set_part = ops.AssignVariableOp(resource=handle, value=ops.DeepCopy(x=self.new_part))
+            replace_input(whole.initializer, 1, of_unknown_shape(tf.zeros(EMPTY, self.dtype)))
         self.release = ops.DestroyResourceOp(resource=whole.handle, ignore_lookup_error=True)
+
+    def begin(self, session: tf.compat.v1.Session) -> None:
+        """Gives rank 0 the whole slot if no checkpoint has."""
+        if self.initial is not None and session.run(self.value).shape == EMPTY:
+            value = tf.get_static_value(self.initial)  # a session would keep a constant
+            if value is None:
+                value = session.run(self.initial)
+            _assign(session, self.whole, value)
+
+
+class _PrivateSlot(_Slot):
+    """A slot of ranks on several hosts."""
+
+    def __init__(self, whole: tf.Variable, parts: list[slice], shape: list[int]) -> None:
+        super().__init__(whole, parts, shape)
+        ops = tf.raw_ops
+        self._value_of_part = ops.ReadVariableOp(resource=self.handle_of_part, dtype=self.dtype)
+        self._new_part = tf.compat.v1.placeholder(self.dtype, shape)
+        self._set_part = ops.AssignVariableOp(
+            resource=self.handle_of_part, value=ops.DeepCopy(x=self._new_part)
+        )
+
+    def divide(self, session: tf.compat.v1.Session, communicator: hostopt.Communicator) -> None:
+        """Gives each rank its part of the slot of rank 0."""
+        parts = []
+        if communicator.rank == 0:
+            flat = session.run(self.value).reshape(-1)
+            parts = [flat[part].tobytes() for part in self._parts]
+        data = communicator.scatter_bytes(parts, self.name)
+        part = np.frombuffer(data, self.dtype.as_numpy_dtype)
+        session.run(self._set_part, {self._new_part: part.reshape(self._shape)})
+        session.run(self.release)
+
+    def gather(self, session: tf.compat.v1.Session, communicator: hostopt.Communicator) -> None:
+        """Gives rank 0 the whole slot."""
+        part = session.run(self._value_of_part)
+        parts = communicator.gather_bytes(part.tobytes(), self.name)
+        if parts:
+            _assign(session, self.whole, np.frombuffer(b"".join(parts), part.dtype))
+
+
+class SharedSlot(_Slot):
+    """A slot of ranks on one host, in memory that they share: the slot and ALIGNMENT_BYTES."""
+
+    def __init__(
+        self, whole: tf.Variable, parts: list[slice], shape: list[int], memory: Array, rank: int
+    ) -> None:
+        super().__init__(whole, parts, shape)
+        ops = tf.raw_ops
+        more = ALIGNMENT_BYTES // memory.itemsize
+        size = memory.size - more
+        self._memory = memory[:size].reshape(whole.shape)
+        self.read = tf.compat.v1.get_default_graph().as_graph_element(whole).op
+        self.part = memory[parts[rank]]  # which this rank updates
+        # a slice of the whole would be no slice, which TensorFlow updates in place
+        self._part_and_more = memory[parts[rank].start : parts[rank].stop + more]
+        self._new_part = tf.compat.v1.placeholder(self.dtype, [None])
+        part = tf.reshape(self._new_part[:-more], shape)
+        self._set_part = ops.AssignVariableOp(resource=self.handle_of_part, value=part)
+        # the whole slot, for reads under a lock
+        self.readable = ops.VarHandleOp(
+            dtype=self.dtype, shape=whole.shape, shared_name=f"divided_slots/{whole.op.name}"
+        )
+        self._new_whole = tf.compat.v1.placeholder(self.dtype, whole.shape)
+        self._set_readable = ops.AssignVariableOp(resource=self.readable, value=self._new_whole)
+
+    def begin(self, session: tf.compat.v1.Session) -> None:
+        """Moves the whole slot of rank 0 to the memory."""
+        super().begin(session)
+        np.copyto(self._memory, session.run(self.value).reshape(self._memory.shape))
+        self.gather(session)
+        self._make_readable(session)
+
+    def divide(self, session: tf.compat.v1.Session, communicator: hostopt.Communicator) -> None:
+        """Gives each rank its part of the memory, to which rank 0 has moved the slot."""
+        del communicator
+        self._make_readable(session)
+        session.run(self._set_part, {self._new_part: self._part_and_more})
+        session.run(self.release)
+
+    def gather(
+        self, session: tf.compat.v1.Session, communicator: hostopt.Communicator | None = None
+    ) -> None:
+        """Gives rank 0 the whole slot."""
+        if communicator is None or communicator.rank == 0:
+            assign(session, [self.whole], [self._memory])
+
+    def _make_readable(self, session: tf.compat.v1.Session) -> None:
+        session.run(self._set_readable, {self._new_whole: self._memory})
 
 
 class DividedSlots:
     """The slots of divided updates, and this rank's parts, in one session."""
 
     def __init__(
-        self, communicator: hostopt.Communicator, divided: Sequence[DividedVariable] = ()
+        self,
+        communicator: hostopt.Communicator,
+        divided: Sequence[DividedVariable] = (),
+        memory: Sequence[Array] | None = None,
     ) -> None:
+        """Makes the slots, in memory of `share_memory` if the ranks are on one host."""
         self._communicator = communicator
         self._variables = [each.variable for each in divided]
-        self._slots = [
-            _Slot(slot, each.parts, each.shape) for each in divided for slot in each.slots
-        ]
+        slots = [(slot, each.parts, each.shape) for each in divided for slot in each.slots]
+        rank = communicator.rank
+        shared = [SharedSlot(*each, part, rank) for each, part in zip(slots, memory or ())]
+        self.shared = {each.whole.op.name: each for each in shared}
+        self._slots = shared or [_PrivateSlot(*each) for each in slots]
         self.names = {each.whole.op.name for each in self._slots}
         self._is_gathered = False
 
     def initialize(self, session: tf.compat.v1.Session) -> None:
         """Gives rank 0 the whole slots that no checkpoint has, before hooks may save them."""
         for each in self._slots if self._communicator.rank == 0 else ():
-            if each.initial is not None and session.run(each.value).shape == EMPTY:
-                value = tf.get_static_value(each.initial)  # a session would keep a constant
-                if value is None:
-                    value = session.run(each.initial)
-                _assign(session, each.whole, value)
+            each.begin(session)
 
     def divide(self, session: tf.compat.v1.Session) -> None:
         """Gives each rank its parts of the slots of rank 0. Collective: all ranks must call it."""
+        if self.shared:  # rank 0 has filled the memory
+            self._communicator.barrier("the slots")
         for each in self._slots:  # one by one, so that no rank has all slots twice
-            parts = []
-            if self._communicator.rank == 0:
-                flat = session.run(each.value).reshape(-1)
-                parts = [flat[part].tobytes() for part in each.parts]
-            data = self._communicator.scatter_bytes(parts, f"slot {each.whole.op.name!r}")
-            part = np.frombuffer(data, each.new_part.dtype.as_numpy_dtype)
-            session.run(each.set_part, {each.new_part: part.reshape(each.new_part.shape)})
-            session.run(each.release)
+            each.divide(session, self._communicator)
         for variable in self._variables:  # TensorFlow uses what they leave for the gradients
             _assign(session, variable, session.run(variable))
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc
@@ -102,18 +195,14 @@ class DividedSlots:
         """
         self.release(session)  # if nothing was trained since the last save
         for each in self._slots:
-            name = each.whole.op.name
-            has_value, part = session.run([each.has_value, each.part])
-            if has_value:
+            if session.run(each.has_value):
                 raise hostopt.ConfigError(
-                    f"slot {name!r} was assigned during the training, when each rank has a part, "
+                    f"{each.name} was assigned during the training, when each rank has a part, "
                     "as the ranks divide its updates. Assign it before, by a checkpoint, or pass "
                     "shard_optimizer=False"
                 )
-            parts = self._communicator.gather_bytes(part.tobytes(), f"slot {name!r}")
-            if parts:
-                _assign(session, each.whole, np.frombuffer(b"".join(parts), part.dtype))
-                self._is_gathered = True
+            each.gather(session, self._communicator)
+        self._is_gathered = self._communicator.rank == 0
 
     @contextlib.contextmanager
     def explain(self) -> Iterator[None]:
@@ -135,6 +224,32 @@ class DividedSlots:
         if self._is_gathered:
             session.run([each.release for each in self._slots])
             self._is_gathered = False
+
+
+def share_memory(
+    divided: Sequence[DividedVariable], communicator: hostopt.Communicator
+) -> list[Array] | None:
+    """Shares memory for all slots among the ranks of one host; None if there is too little.
+
+    Collective: all ranks must call it. Each array is flat, and followed by ALIGNMENT_BYTES.
+    """
+    slots = [slot for each in divided for slot in each.slots]
+    dtypes = [np.dtype(slot.dtype.base_dtype.as_numpy_dtype) for slot in slots]
+    sizes = [
+        dtype.itemsize * math.prod(slot.shape) + ALIGNMENT_BYTES
+        for slot, dtype in zip(slots, dtypes)
+    ]
+    if not slots:
+        return []
+    *starts, end = [0, *itertools.accumulate(map(padded, sizes))]
+    assert communicator.memory is not None
+    memory = communicator.memory.allocate(end)
+    if memory is None:
+        return None
+    flat = np.frombuffer(memory, np.uint8)
+    return [
+        flat[start : start + size].view(dtype) for start, size, dtype in zip(starts, sizes, dtypes)
+    ]
 
 
 def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: Array) -> None:

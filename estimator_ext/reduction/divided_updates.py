@@ -44,8 +44,10 @@ from estimator_ext.reduction.divided_slots import (
     DividedVariable,
     of_unknown_shape,
     part_variable,
+    share_memory,
 )
-from estimator_ext.reduction.locked_reads import Window, can_lock, initializing
+from estimator_ext.reduction.locked_reads import Window, can_lock, initializing, make_readable
+from hostopt.collectives import shared_file
 from hostopt.collectives.communicator import all_gather_json
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
 from hostopt.gradients.divided_update import DividedUpdate
@@ -114,18 +116,26 @@ class _Group(NamedTuple):
 
 
 def divide_updates(
-    targets: Sequence[tf.Operation], communicator: hostopt.Communicator, reduction: Any
+    targets: Sequence[tf.Operation],
+    communicator: hostopt.Communicator,
+    reduction: Any,
+    least_bytes: int = 0,
 ) -> tuple[list[Window], DividedSlots]:
     """Divides the updates of a step. Collective: all ranks must call it.
+
+    Args:
+      least_bytes: size of the variables for which updates are divided, all together.
 
     Returns:
       The times in which the step has taken values away, whose ends it must run, too; and the
       slots.
     """
-    # a row that another host has updated would have to come back
-    kernels = (_KERNELS, _ROW_KERNELS) if communicator.on_one_host else (_KERNELS,)
-    updates, alone = _on_all_ranks(_find(targets, kernels), communicator, reduction)
+    on_one_host = communicator.on_one_host
+    updates, alone = _on_all_ranks(_find(targets, on_one_host), communicator, reduction)
     groups = _group(updates, alone, communicator, reduction)
+    nbytes = sum(each.spec.nbytes for group in groups for each in group.updates)
+    if nbytes < least_bytes:
+        groups = []
     texts = {
         each.variable.op.name: f"{each.spec} in group {number}"
         + (", scattered" if group.is_scattered else "")
@@ -133,20 +143,25 @@ def divide_updates(
         for each in group.updates
     }
     communicator.check_same(texts, "the updates that the ranks divide")
+    divided = [
+        DividedVariable(
+            update.variable, update.slots, parts, update.shape_of(parts[communicator.rank])
+        )
+        for group in groups
+        for update, *parts in zip(group.updates, *group.layout.parts)
+    ]
+    memory = share_memory(divided, communicator) if on_one_host else None
+    if on_one_host and memory is None:
+        _log.warning(
+            "each rank makes all updates, as %s is too small for the slots of %d bytes of "
+            "variables. Enlarge it (in Docker: --shm-size)", shared_file.DIRECTORY, nbytes
+        )
+        return [], DividedSlots(communicator)
     names = ", ".join(sorted(texts))
     _log.info("the ranks divide the updates of %d variables: %s", len(texts), names)
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_slots"):
-        slots = DividedSlots(
-            communicator,
-            [
-                DividedVariable(
-                    update.variable, update.slots, parts, update.shape_of(parts[communicator.rank])
-                )
-                for group in groups
-                for update, *parts in zip(group.updates, *group.layout.parts)
-            ],
-        )
-    return [_divide(group, communicator) for group in groups], slots
+        slots = DividedSlots(communicator, divided, memory)
+    return [_divide(group, communicator, slots) for group in groups], slots
 
 
 def _on_all_ranks(
@@ -238,7 +253,9 @@ def _refuse_fetches(gradients: Sequence[tf.Tensor]) -> None:
                     replace_input(op, 0, of_unknown_shape(tf.zeros([], gradient.dtype)))
 
 
-def _find(targets: Sequence[tf.Operation], kernels: tuple[str, ...]) -> list[_Update]:
+def _find(targets: Sequence[tf.Operation], on_one_host: bool) -> list[_Update]:
+    # a row that another host has updated would have to come back
+    kernels = (_KERNELS, _ROW_KERNELS) if on_one_host else (_KERNELS,)
     order = walk(targets)
     step, starts = set(order), initializing()
     variables = {v.handle.op: v for v in tf.compat.v1.global_variables() if hasattr(v, "handle")}
@@ -252,7 +269,7 @@ def _find(targets: Sequence[tf.Operation], kernels: tuple[str, ...]) -> list[_Up
         if not variables.keys() >= set(handles):
             continue
         variable, *slots = (variables[each] for each in handles)
-        if _can_divide(op, variable, slots, step, starts):
+        if _can_divide(op, variable, slots, step, starts, on_one_host):
             found.append(_Update(op, variable, slots, levels[op]))
             levels[op] += 1
     return sorted(found, key=lambda each: each.variable.op.name)
@@ -264,35 +281,48 @@ def _can_divide(
     slots: Sequence[tf.Variable],
     step: Collection[tf.Operation],
     starts: Collection[tf.Operation],
+    on_one_host: bool,
 ) -> bool:
-    """Returns True if nothing else in the step changes the variable, or uses its slots."""
+    """Returns True if nothing else in the step changes the variable or its slots.
+
+    Beyond one host nothing else may read the slots, either.
+    """
     if not variable.device.endswith(HOST_DEVICE):
         return False
-    if not all(can_lock(each) for each in variable.handle.consumers() if each not in starts):
-        return False
+    for each in [variable, *(slots if on_one_host else ())]:
+        if not all(can_lock(user) for user in each.handle.consumers() if user not in starts):
+            return False
     if not control_outputs(op):  # a hook may run it by itself, without [U6]
         return False
-    used, *of_slots = (
-        [user for user, _ in users(each.handle) if user in step] for each in (variable, *slots)
-    )
-    changes = [each for each in used if each.type not in READS]
-    has_shape = all(each.shape == variable.shape for each in slots)
-    is_static = variable.shape.is_fully_defined()
-    return is_static and has_shape and all(each == [op] for each in (changes, *of_slots))
+    if not variable.shape.is_fully_defined() or any(s.shape != variable.shape for s in slots):
+        return False
+    is_only_change = _users(variable, step, READS) == [op]
+    reads_of_slots = READS if on_one_host else ()
+    return is_only_change and all(_users(each, step, reads_of_slots) == [op] for each in slots)
 
 
-def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
+def _users(
+    variable: tf.Variable, step: Collection[tf.Operation], without: Collection[str]
+) -> list[tf.Operation]:
+    return [op for op, _ in users(variable.handle) if op in step and op.type not in without]
+
+
+def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlots) -> Window:
     ops, updates = tf.raw_ops, group.updates
     variables = [each.variable for each in updates]
     ready = list(dict.fromkeys(op for each in updates for op in runs_before(each.op)))
-    divided = DividedUpdate(communicator, group.layout)
+    names = [slot.op.name for each in updates for slot in each.slots]
+    shared = [slots.shared[name] for name in names if name in slots.shared]
+    divided = DividedUpdate(communicator, group.layout, [each.part for each in shared])
     dtypes = [each.dtype.base_dtype for each in variables]
     parts = group.layout.parts[communicator.rank]
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_updates"):
         mutex = ops.MutexV2(shared_name=f"divided_updates/{variables[0].op.name}")
         with tf.control_dependencies(ready):
             lock = ops.MutexLock(mutex=mutex)
-        window = Window(variables, [each.op for each in updates], mutex, lock, end=tf.no_op())
+        end = tf.no_op()
+        window = Window(variables, shared, [each.op for each in updates], mutex, lock, end)
+        make_readable(window)
         with tf.control_dependencies([lock.op]):
             old = [ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for v in variables]
         noted = call_python(lambda *values: divided.note(values), old, [])  # [U1]
@@ -312,6 +342,8 @@ def _divide(group: _Group, communicator: hostopt.Communicator) -> Window:
             _use_part(update, part, values, group.is_scattered)
             for update, part, values in zip(updates, parts, memory)
         ]
+        with tf.control_dependencies(window.updates):
+            new_parts += [_read_in_place(each.handle_of_part, each.dtype) for each in shared]
         new = call_in_background(  # [U5]
             abort_on_error(communicator, lambda *arrays: divided.join(arrays)),
             new_parts,
@@ -353,7 +385,11 @@ def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: boo
         gradient = tf.reshape(gradient, [-1])[part]
     replace_input(op, update.gradient, of_unknown_shape(gradient))
     with tf.control_dependencies([op]):  # [U4]
-        # else TensorFlow would copy what an operation with rows has updated
-        read = ops.DisableCopyOnRead(resource=ours)
-    with tf.control_dependencies([read]):
-        return ops.ReadVariableOp(resource=ours, dtype=dtype)
+        return _read_in_place(ours, dtype)
+
+
+def _read_in_place(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    # else TensorFlow would copy what an operation with rows has updated
+    disabled = tf.raw_ops.DisableCopyOnRead(resource=handle)
+    with tf.control_dependencies([disabled]):
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -45,6 +46,7 @@ from estimator_ext.graphs.walks import (
     uses,
     walk,
 )
+from estimator_ext.reduction.divided_slots import SharedSlot
 from hostopt.tensorflow.background import HOST_DEVICE
 
 _NEED_NO_VALUE = ("VarIsInitializedOp", "IsVariableInitialized")
@@ -67,6 +69,7 @@ class Window:
     """The time in which a step has taken the values of some variables away."""
 
     variables: Sequence[tf.Variable]
+    slots: Sequence[SharedSlot]  # which the ranks update meanwhile
     updates: Sequence[tf.Operation]
     mutex: tf.Tensor
     lock: tf.Tensor  # held until the last operation that takes it has run, as every lock
@@ -90,6 +93,14 @@ def initializing() -> set[tf.Operation]:
     return operations_before(v.initializer for v in variables if v.initializer is not None)
 
 
+class _Locked(NamedTuple):
+    """A variable that is read under a lock."""
+
+    variable: tf.Variable
+    source: tf.Tensor  # handle that has the value: of the variable, or of the memory of a slot
+    read: tf.Operation  # that stands for the variable
+
+
 class LockedReadsHook(tf.compat.v1.train.SessionRunHook):
     """Makes reads take locks, when all other hooks have added their operations."""
 
@@ -101,11 +112,17 @@ class LockedReadsHook(tf.compat.v1.train.SessionRunHook):
         starts = initializing()
         with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("locked_reads"):
             for window in self._windows:
-                own = _between(window)
-                for variable in window.variables:
-                    for op in variable.handle.consumers():
+                own = _between(window) | {slot.value.op for slot in window.slots}
+                graph = tf.compat.v1.get_default_graph()
+                locked = [
+                    _Locked(each, each.handle, graph.as_graph_element(each).op)
+                    for each in window.variables
+                ]
+                locked += [_Locked(e.whole, e.readable, e.read) for e in window.slots]
+                for each in locked:
+                    for op in each.variable.handle.consumers():
                         if op not in own:
-                            _lock(op, variable, window, starts)
+                            _lock(op, each, window, starts)
                 for update in window.updates:
                     for op in control_outputs(update):  # of the program, and of its hooks
                         if op not in own:
@@ -119,9 +136,10 @@ def _between(window: Window) -> set[tf.Operation]:
 
 
 def _lock(
-    op: tf.Operation, variable: tf.Variable, window: Window, starts: Collection[tf.Operation]
+    op: tf.Operation, locked: _Locked, window: Window, starts: Collection[tf.Operation]
 ) -> None:
     """Makes an operation that takes the handle of a variable wait for its value."""
+    variable = locked.variable
     if op.type in _NEED_NO_VALUE or (op in starts and not can_lock(op)):
         return
     users = [user for user, _ in uses(op, variable.handle)]
@@ -133,15 +151,19 @@ def _lock(
             "perhaps while the ranks divide its update. Use its value, by tf.identity(variable), "
             "or pass shard_optimizer=False"
         )
-    value = _locked_read(variable, window, op)
+    is_slot = locked.source is not variable.handle
+    ready = [tensor.op for tensor in op.inputs if tensor is not variable.handle]
+    value = _locked_read(locked.source, is_slot, window, [*op.control_inputs, *ready])
     if op.type == "ReadVariableOp":
         _use_instead(op.outputs[0], value)
-        _protect(value, set())
+        if not is_slot:
+            _protect(value, set())
     elif op.type in GATHERS:  # which would copy the whole value
         _use_instead(op.outputs[0], _gather(op, value))
-    if op is tf.compat.v1.get_default_graph().as_graph_element(variable).op:
-        set_fetched(variable, value)
-        add_control_inputs(window.lock.op, [op])
+    if op is locked.read:
+        if not is_slot:
+            set_fetched(variable, value)
+            add_control_inputs(window.lock.op, [op])
         return
     if op.type in CALLS:  # which may write into the memory of the value
         value = tf.raw_ops.DeepCopy(x=value)
@@ -152,14 +174,24 @@ def _lock(
     add_control_inputs(op, [tf.raw_ops.AssignVariableOp(resource=own, value=value)])
 
 
-def _locked_read(variable: tf.Variable, window: Window, op: tf.Operation) -> tf.Tensor:
-    """Returns the value that a variable has when an operation can run."""
+def make_readable(window: Window) -> None:
+    """Makes sessions and hooks that fetch a slot get its value."""
+    for slot in window.slots:
+        set_fetched(slot.whole, _locked_read(slot.readable, True, window, []))
+
+
+def _locked_read(
+    source: tf.Tensor, copies: bool, window: Window, after: Sequence[tf.Operation]
+) -> tf.Tensor:
+    """Returns the value of a variable when some operations have run."""
     ops = tf.raw_ops
-    ready = [tensor.op for tensor in op.inputs if tensor is not variable.handle]
-    with tf.control_dependencies([*op.control_inputs, *ready]):
+    dtype = source.op.get_attr("dtype")
+    with tf.control_dependencies(after):
         lock = ops.MutexLock(mutex=window.mutex)
     with tf.control_dependencies([lock.op]):
-        value = ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype.base_dtype)
+        value = ops.ReadVariableOp(resource=source, dtype=dtype)
+    if copies:
+        value = ops.DeepCopy(x=value)
     with tf.control_dependencies([value.op]):
         unlock = ops.ConsumeMutexLock(mutex_lock=lock)
     with tf.control_dependencies([unlock]):

@@ -59,12 +59,12 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Size of the packed gradients in bytes, including padding for alignment."""
-        return sum(_padded(spec.nbytes, self.unit_bytes) for spec in self.specs)
+        return sum(padded(spec.nbytes, self.unit_bytes) for spec in self.specs)
 
     @property
     def buffer_bytes(self) -> int:
         """Size of a buffer in bytes; at least `ALIGNMENT_BYTES` follow the last gradient."""
-        return _padded(self.nbytes + ALIGNMENT_BYTES, self.chunk_count * self.unit_bytes)
+        return padded(self.nbytes + ALIGNMENT_BYTES, self.chunk_count * self.unit_bytes)
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -80,7 +80,7 @@ class Bucket:
     @functools.cached_property
     def starts(self) -> list[int]:
         """Offset of each gradient in the flat buffer, in elements, in packing order."""
-        units = [_padded(spec.nbytes, self.unit_bytes) for spec in self.specs]
+        units = [padded(spec.nbytes, self.unit_bytes) for spec in self.specs]
         sizes = [nbytes // self.dtype.itemsize for nbytes in units]
         return [0, *itertools.accumulate(sizes[:-1])]
 
@@ -140,7 +140,7 @@ def plan_buckets(
     open_group: dict[str, list[int]] = {}
     filled_bytes: dict[str, int] = {}
     for index in reversed(range(len(specs))):
-        dtype, nbytes = specs[index].dtype.name, _padded(specs[index].nbytes)
+        dtype, nbytes = specs[index].dtype.name, padded(specs[index].nbytes)
         if dtype not in open_group or filled_bytes[dtype] + nbytes > bucket_bytes:
             open_group[dtype], filled_bytes[dtype] = [], 0
             groups.append(open_group[dtype])
@@ -239,11 +239,12 @@ def uncounted(buffer: Array) -> Array:
     return np.frombuffer(base.base, buffer.dtype)
 
 
+def padded(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
+    """Returns the next multiple of a unit."""
+    return -(-nbytes // unit) * unit
+
+
 def _within(chunk: slice, start: int, size: int) -> slice:
     """Returns the elements of a gradient at `start` that a chunk of the flat buffer contains."""
     begin, end = (min(max(edge - start, 0), size) for edge in (chunk.start, chunk.stop))
     return slice(begin, end)
-
-
-def _padded(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
-    return -(-nbytes // unit) * unit

@@ -24,9 +24,12 @@ from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, BufferPool, Shared
 class DividedUpdate:
     """Joins the parts of some variables, a bucket with a chunk for each rank."""
 
-    def __init__(self, communicator: Communicator, variables: Bucket) -> None:
+    def __init__(
+        self, communicator: Communicator, variables: Bucket, slots: Sequence[Array] = ()
+    ) -> None:
         self._communicator = communicator.duplicate("divided updates")
         self._variables = variables
+        self._parts_of_slots = slots  # in memory that the ranks share
         self._parts = [
             slice(start + part.start, start + part.stop)
             for start, part in zip(variables.starts, variables.parts[communicator.rank])
@@ -72,14 +75,16 @@ class DividedUpdate:
     def join(self, parts: Sequence[Array]) -> list[Array]:
         """Returns the new values of all variables. Collective: all ranks must call it.
 
-        The parts that this rank has updated, in the order of the variables, are copied unless they
-        are in the memory of `begin`. The result is read-only, and other ranks may read it, too.
+        The parts that this rank has updated, in the order of the variables and then of the shared
+        slots, are copied unless they are in the memory of `begin` or of the slots. The result is
+        read-only, and other ranks may read it, too.
         """
         with self._lock:
             assert self._values is not None
-            for where, part in zip(self._parts, parts):
-                if not _is_at(part, self._values[where]):
-                    np.copyto(self._values[where], part.reshape(-1))
+            memory = [self._values[where] for where in self._parts]
+            for target, part in zip([*memory, *self._parts_of_slots], parts):
+                if not _is_at(part, target):
+                    np.copyto(target, part.reshape(-1))
             if self._barrier is not None:
                 channel, call = self._barrier
                 channel.barrier(call, self._variables.nbytes)

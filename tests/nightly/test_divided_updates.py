@@ -79,16 +79,17 @@ def test_a_killed_training_resumes(tmp_path: Path, communication: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "codes", "text"),
+    ("communication", "case", "codes", "text"),
     [
-        ("assigned", [78, 78], "slot 'first/Adam' was assigned during the training"),
-        ("read_slot", [78, 78], "slot 'first/Adam' was read during the training"),
-        ("fetched", [1, 200], "each rank has a part of this gradient"),
-        ("writes", [78, 78], "uses variable 'first' in a branch"),
+        ("grpc+tcp", "assigned", [78, 78], "slot 'first/Adam' was assigned during the training"),
+        ("shm", "assigned", [78, 78], "slot 'first/Adam' was assigned during the training"),
+        ("grpc+tcp", "read_slot", [78, 78], "slot 'first/Adam' was read during the training"),
+        ("grpc+tcp", "fetched", [1, 200], "each rank has a part of this gradient"),
+        ("grpc+tcp", "writes", [78, 78], "uses variable 'first' in a branch"),
     ],
 )
 def test_what_has_only_a_part_of_a_value_is_refused(
-    tmp_path: Path, case: str, codes: list[int], text: str
+    tmp_path: Path, communication: str, case: str, codes: list[int], text: str
 ) -> None:
     with Ranks(tmp_path) as ranks:
         started = ranks.run(
@@ -96,7 +97,7 @@ def test_what_has_only_a_part_of_a_value_is_refused(
             2,
             codes=codes,
             arguments=[str(tmp_path), "4", case],
-            environ={"HOSTOPT_SHARD_OPTIMIZER": "true", "HOSTOPT_COMMUNICATION": "grpc+tcp"},
+            environ={"HOSTOPT_SHARD_OPTIMIZER": "true", "HOSTOPT_COMMUNICATION": communication},
         )
     assert text in started[0].output
 

@@ -157,6 +157,43 @@ class UsesSlot(tf.estimator.SessionRunHook):
         run_context.session.run(self.slot if self.reads else self.slot.initializer)
 
 
+class ReadsSlots(tf.estimator.SessionRunHook):
+    """Reads slots in each step, at any time, and saves what it has read at the end."""
+
+    def __init__(self, slots: list[Any], path: str) -> None:
+        self.slots = slots
+        self.path = path
+        self.held: list[Any] = []
+
+    def begin(self) -> None:
+        self.sums = [tf.reduce_sum(slot) for slot in self.slots]
+        self.rows = [tf.gather(slot, [0, 109]) for slot in self.slots]
+        self.logged = tf.compat.v1.train.LoggingTensorHook({"slot": self.slots[0]}, 2)
+        self.logged.begin()
+
+    def before_run(self, run_context: Any) -> Any:
+        self.old = run_context.session.run(self.slots)
+        tensors = list(self.logged._current_tensors.values())
+        return train.SessionRunArgs([self.slots, self.rows, self.sums, tensors])
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        *found, logged = run_values.results
+        new, *parts = run_context.session.run([self.slots, self.rows, self.sums])
+        for old, value, after in zip(self.old, found[0], new):
+            assert not np.array_equal(old, after)
+            assert any(np.array_equal(value, each) for each in (old, after))
+        assert any(np.array_equal(logged[0], each[0]) for each in (self.old, new))
+        for value, rows in zip(new, parts[0]):
+            np.testing.assert_array_equal(rows, value[[0, 109]])
+        self.held += [(value, value.copy()) for value in [*found[0], *new]]
+        self.last = new
+
+    def end(self, session: Any) -> None:
+        for value, copy in self.held:
+            np.testing.assert_array_equal(value, copy)
+        np.savez(self.path, *self.last)
+
+
 class Holds(tf.estimator.SessionRunHook):
     """Holds the values of all steps, which must stay as they were."""
 
@@ -251,7 +288,7 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         wide = weights("wide", [130, 320], 6)
         loss += tf.reduce_mean(tf.tanh(x @ wide))
         hooks.append(ChangesSlice(wide, params["is_chief"]))
-    optimizer = OPTIMIZERS.get(case, OPTIMIZERS["adam"])()
+    optimizer = OPTIMIZERS.get(case.replace("_slots_read", ""), OPTIMIZERS["adam"])()
     step = train.get_global_step()
     if "keras" in case:
         optimizer.iterations = step
@@ -286,6 +323,11 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
                 1, output_dir=params["events"], summary_op=tf.compat.v1.summary.merge_all()
             )
         )
+    if case.endswith("_slots_read"):
+        trained = [v for v in tf.compat.v1.trainable_variables() if v.op.name != "table_8"]
+        names = optimizer.get_slot_names()
+        slots = [optimizer.get_slot(v, name) for v in trained for name in names]
+        hooks.append(ReadsSlots(slots, params["slots"]))
     if case in ("loaded", "in_place"):
         hooks.append(Loads("first", case == "in_place"))
     if case == "held":
@@ -328,6 +370,7 @@ def main(directory: str, steps: str, *cases: str) -> None:
             "divides": strategy.options.shard_optimizer,
             "is_chief": strategy.cluster.is_chief,
             "events": f"{directory}/events-{case}-{strategy.cluster.rank}",
+            "slots": f"{directory}/{case}-{strategy.cluster.rank}.npz",
         }
         estimator = estimator_ext.Estimator(model_fn, f"{directory}/{case}", config, params)
         for step in steps.split(","):
