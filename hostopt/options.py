@@ -145,7 +145,7 @@ class Options:
     restore_previous: bool = option(False, _SWITCH)
     evaluator_timeout_s: float = option(3600.0, _SECONDS)
     autotune: bool = option(False, _SWITCH, same=True)
-    shard_optimizer: bool = option(False, _SWITCH, same=True)
+    shard_optimizer: bool | None = option(None, Choice((None, True, False)), same=True)
     interfaces: str | None = option(None, _Names(MAX_STREAMS))
 
     def __post_init__(self) -> None:

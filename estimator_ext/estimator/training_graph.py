@@ -78,7 +78,7 @@ from estimator_ext.options import options_of
 from estimator_ext.pipelines.sharding import dividing, few_files_refused
 from estimator_ext.reduction.accumulation import Accumulation
 from estimator_ext.reduction.divided_slots import DividedSlots
-from estimator_ext.reduction.divided_updates import divide_updates
+from estimator_ext.reduction.divided_updates import LARGE_BYTES, divide_updates
 from estimator_ext.reduction.gradient_marks import MarkedGraph
 from estimator_ext.reduction.gradient_reduction import GradientReduction
 from estimator_ext.reduction.locked_reads import LockedReadsHook, Window
@@ -232,13 +232,22 @@ class TrainingGraph:
         return updates, suspects
 
     def _divide_updates(self) -> tuple[DividedSlots, list[Window]]:
-        if self._communicator.size == 1 or not self.strategy.options.shard_optimizer:
+        least_bytes = self._bytes_to_divide()
+        if least_bytes is None:
             return DividedSlots(self._communicator), []
         targets = operations_of_step(self.spec)
-        windows, slots = divide_updates(targets, self._communicator, self.reduction)
+        windows, slots = divide_updates(targets, self._communicator, self.reduction, least_bytes)
         ends = [each.end for each in windows]
         self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, *ends))
         return slots, windows
+
+    def _bytes_to_divide(self) -> int | None:
+        """Returns the size of updates from which the ranks divide them; None for never."""
+        divides, strategy = self.strategy.options.shard_optimizer, self.strategy
+        if divides is not None:
+            return 0 if divides and self._communicator.size > 1 else None
+        is_faster = self._communicator.on_one_host and not is_gpu(strategy.accelerator)
+        return LARGE_BYTES if is_faster and not strategy.local_steps.is_used else None
 
     def _check_accumulation(self) -> None:
         accumulation = self.reduction.accumulation

@@ -157,14 +157,14 @@ class DividedSlots:
         self,
         communicator: hostopt.Communicator,
         divided: Sequence[DividedVariable] = (),
-        memory: Sequence[Array] | None = None,
+        memory: Sequence[Array] = (),
     ) -> None:
         """Makes the slots, in memory of `share_memory` if the ranks are on one host."""
         self._communicator = communicator
         self._variables = [each.variable for each in divided]
         slots = [(slot, each.parts, each.shape) for each in divided for slot in each.slots]
         rank = communicator.rank
-        shared = [SharedSlot(*each, part, rank) for each, part in zip(slots, memory or ())]
+        shared = [SharedSlot(*each, part, rank) for each, part in zip(slots, memory)]
         self.shared = {each.whole.op.name: each for each in shared}
         self._slots = shared or [_PrivateSlot(*each) for each in slots]
         self.names = {each.whole.op.name for each in self._slots}

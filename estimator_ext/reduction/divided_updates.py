@@ -59,6 +59,9 @@ _log = tf.get_logger()
 
 _MIN_BYTES = 64 << 10  # of a variable; to divide a smaller one would take longer than its update
 _MIN_ROWS_BYTES = 1 << 20  # of a variable whose gradient is sparse: a step updates few of its rows
+# Dense variables and slots of a model whose updates two ranks make faster if they divide them.
+# Measured with SGD, Momentum and Adam: as fast at 17 MiB, and 1.03 times as fast at 22 to 45 MiB.
+LARGE_BYTES = 24 << 20
 # TensorFlow's updates; each element depends on those at its own position only
 _KERNELS = "ResourceApply"
 _ROW_KERNELS = "ResourceSparseApply"  # with sparse gradients
@@ -86,6 +89,11 @@ class _Update(NamedTuple):
     def unit_bytes(self) -> int:
         """Size that a part has a multiple of."""
         return math.lcm(math.prod(self.row) * self.spec.dtype.itemsize, ALIGNMENT_BYTES)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the variable and its slots."""
+        return self.spec.nbytes * (1 + len(self.slots))
 
     def shape_of(self, part: slice) -> list[int]:
         """Returns the shape of a part."""
@@ -124,17 +132,49 @@ def divide_updates(
     """Divides the updates of a step. Collective: all ranks must call it.
 
     Args:
-      least_bytes: size of the variables for which updates are divided, all together.
+      least_bytes: size of dense variables and their slots for which updates are divided.
 
     Returns:
       The times in which the step has taken values away, whose ends it must run, too; and the
       slots.
     """
-    on_one_host = communicator.on_one_host
-    updates, alone = _on_all_ranks(_find(targets, on_one_host), communicator, reduction)
+    groups = _chosen(targets, communicator, reduction, least_bytes)
+    divided = [
+        DividedVariable(
+            update.variable, update.slots, parts, update.shape_of(parts[communicator.rank])
+        )
+        for group in groups
+        for update, *parts in zip(group.updates, *group.layout.parts)
+    ]
+    memory = share_memory(divided, communicator) if communicator.on_one_host else []
+    if memory is None:
+        _log.warning(
+            "each rank makes all updates, as %s is too small for variables and slots of %d bytes. "
+            "Enlarge it (in Docker: --shm-size)",
+            shared_file.DIRECTORY,
+            sum(each.nbytes for group in groups for each in group.updates),
+        )
+        groups, divided, memory = [], [], []
+    if groups or not least_bytes:
+        names = sorted(each.variable.op.name for each in divided)
+        _log.info("the ranks divide the updates of %d variables: %s", len(names), ", ".join(names))
+    with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_slots"):
+        slots = DividedSlots(communicator, divided, memory)
+    return [_divide(group, communicator, slots) for group in groups], slots
+
+
+def _chosen(
+    targets: Sequence[tf.Operation],
+    communicator: hostopt.Communicator,
+    reduction: Any,
+    least_bytes: int,
+) -> list[_Group]:
+    """Agrees on the updates that are divided. Collective: all ranks must call it."""
+    found = _find(targets, communicator.on_one_host)
+    updates, alone = _on_all_ranks(found, communicator, reduction)
     groups = _group(updates, alone, communicator, reduction)
-    nbytes = sum(each.spec.nbytes for group in groups for each in group.updates)
-    if nbytes < least_bytes:
+    dense = [each for group in groups for each in group.updates if not each.has_rows]
+    if sum(each.nbytes for each in dense) < least_bytes:
         groups = []
     texts = {
         each.variable.op.name: f"{each.spec} in group {number}"
@@ -143,25 +183,7 @@ def divide_updates(
         for each in group.updates
     }
     communicator.check_same(texts, "the updates that the ranks divide")
-    divided = [
-        DividedVariable(
-            update.variable, update.slots, parts, update.shape_of(parts[communicator.rank])
-        )
-        for group in groups
-        for update, *parts in zip(group.updates, *group.layout.parts)
-    ]
-    memory = share_memory(divided, communicator) if on_one_host else None
-    if on_one_host and memory is None:
-        _log.warning(
-            "each rank makes all updates, as %s is too small for the slots of %d bytes of "
-            "variables. Enlarge it (in Docker: --shm-size)", shared_file.DIRECTORY, nbytes
-        )
-        return [], DividedSlots(communicator)
-    names = ", ".join(sorted(texts))
-    _log.info("the ranks divide the updates of %d variables: %s", len(texts), names)
-    with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_slots"):
-        slots = DividedSlots(communicator, divided, memory)
-    return [_divide(group, communicator, slots) for group in groups], slots
+    return groups
 
 
 def _on_all_ranks(

@@ -34,7 +34,7 @@ def run(
     directory: Path,
     cases: list[str],
     size: int,
-    shards: bool,
+    shards: bool | None,
     steps: str = "4,10",
     communication: str = "auto",
 ) -> str:

@@ -284,10 +284,11 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
     loss = tf.reduce_mean((tf.squeeze(hidden @ last, 1) - y) ** 2)
     if case == "empty":
         loss += tf.reduce_sum(weights("empty", [0, 7], 5))
-    if case == "slices":
-        wide = weights("wide", [130, 320], 6)
+    if case in ("slices", "large"):
+        wide = weights("wide", [130, 320 if case == "slices" else 1 << 14], 6)
         loss += tf.reduce_mean(tf.tanh(x @ wide))
-        hooks.append(ChangesSlice(wide, params["is_chief"]))
+        if case == "slices":
+            hooks.append(ChangesSlice(wide, params["is_chief"]))
     optimizer = OPTIMIZERS.get(case.replace("_slots_read", ""), OPTIMIZERS["adam"])()
     step = train.get_global_step()
     if "keras" in case:

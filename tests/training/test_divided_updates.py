@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from divided import compare
+from divided import ALL, check_same, compare, divided, run
 
 
 READ = ["adam_slots_read", "rows_of_ftrl_slots_read"]
@@ -18,3 +18,12 @@ def test_checkpoints_are_those_of_undivided_updates(tmp_path: Path) -> None:
 
 def test_over_the_network_each_rank_gets_its_part_of_the_gradients(tmp_path: Path) -> None:
     compare(tmp_path, ["adam", "slots"], communication="grpc+tcp")
+
+
+def test_by_default_large_updates_are_divided_on_one_host(tmp_path: Path) -> None:
+    run(tmp_path / "whole", ["large"], 2, False, "4")
+    output = run(tmp_path / "default", ["large", "adam"], 2, None, "4")
+    assert divided(output, "large") == [*ALL, "wide"]
+    check_same(tmp_path / "default" / "large", tmp_path / "whole" / "large")
+    assert "divide the updates" not in output.split("CASE adam")[1]
+    assert "divide the updates" not in run(tmp_path, ["large"], 2, None, "4", "grpc+tcp")
