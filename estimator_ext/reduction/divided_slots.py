@@ -129,7 +129,7 @@ class SharedSlot(_Slot):
         """Moves the whole slot of rank 0 to the memory."""
         super().begin(session)
         np.copyto(self._memory, session.run(self.value).reshape(self._memory.shape))
-        self.gather(session)
+        self._assign_whole(session)
         self._make_readable(session)
 
     def divide(self, session: tf.compat.v1.Session, communicator: hostopt.Communicator) -> None:
@@ -139,12 +139,13 @@ class SharedSlot(_Slot):
         session.run(self._set_part, {self._new_part: self._part_and_more})
         session.run(self.release)
 
-    def gather(
-        self, session: tf.compat.v1.Session, communicator: hostopt.Communicator | None = None
-    ) -> None:
+    def gather(self, session: tf.compat.v1.Session, communicator: hostopt.Communicator) -> None:
         """Gives rank 0 the whole slot."""
-        if communicator is None or communicator.rank == 0:
-            assign(session, [self.whole], [self._memory])
+        if communicator.rank == 0:
+            self._assign_whole(session)
+
+    def _assign_whole(self, session: tf.compat.v1.Session) -> None:
+        assign(session, [self.whole], [self._memory])
 
     def _make_readable(self, session: tf.compat.v1.Session) -> None:
         session.run(self._set_readable, {self._new_whole: self._memory})
@@ -166,7 +167,9 @@ class DividedSlots:
         rank = communicator.rank
         shared = [SharedSlot(*each, part, rank) for each, part in zip(slots, memory)]
         self.shared = {each.whole.op.name: each for each in shared}
-        self._slots = shared or [_PrivateSlot(*each) for each in slots]
+        self._slots: list[SharedSlot | _PrivateSlot] = [*shared]
+        if not shared:
+            self._slots += [_PrivateSlot(*each) for each in slots]
         self.names = {each.whole.op.name for each in self._slots}
         self._is_gathered = False
 

@@ -125,7 +125,7 @@ OPTIONS = {
     "restore_previous": FLAG,
     "evaluator_timeout_s": SECONDS,
     "autotune": FLAG,
-    "shard_optimizer": FLAG,
+    "shard_optimizer": choice(True, False, None)._replace(texts=FLAG_TEXTS),
 }
 
 # --- options of estimator_ext, by the class that takes them -----------------------------------
