@@ -25,8 +25,11 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_private import replace_input
 from estimator_ext.variables.sync_on_read import assign
+from hostopt.collectives import shared_file
 from hostopt.collectives.call import Array
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, padded
+
+_log = tf.get_logger()
 
 EMPTY = (0,)  # shape of a value that has been taken away
 
@@ -232,27 +235,37 @@ class DividedSlots:
 def share_memory(
     divided: Sequence[DividedVariable], communicator: hostopt.Communicator
 ) -> list[Array] | None:
-    """Shares memory for all slots among the ranks of one host; None if there is too little.
+    """Shares memory for all slots among the ranks of one host.
 
     Collective: all ranks must call it. Each array is flat, and followed by ALIGNMENT_BYTES.
+    Returns None if there is too little for them, or for the variables of `DividedUpdate`.
     """
     slots = [slot for each in divided for slot in each.slots]
-    dtypes = [np.dtype(slot.dtype.base_dtype.as_numpy_dtype) for slot in slots]
-    sizes = [
-        dtype.itemsize * math.prod(slot.shape) + ALIGNMENT_BYTES
-        for slot, dtype in zip(slots, dtypes)
-    ]
-    if not slots:
-        return []
+    sizes = [_nbytes(slot) + ALIGNMENT_BYTES for slot in slots]
     *starts, end = [0, *itertools.accumulate(map(padded, sizes))]
-    assert communicator.memory is not None
-    memory = communicator.memory.allocate(end)
-    if memory is None:
+    host = communicator.memory
+    if not divided or host is None:
+        return []
+    memory = host.allocate(end + ALIGNMENT_BYTES)
+    of_variables = sum(_nbytes(each.variable) for each in divided)
+    if memory is None or host.allocate(of_variables) is None:
+        if communicator.rank == 0:
+            _log.warning(
+                "each rank makes all updates, as %s is too small for variables and slots of %d "
+                "bytes. Enlarge it (in Docker: --shm-size)",
+                shared_file.DIRECTORY,
+                end + of_variables,
+            )
         return None
     flat = np.frombuffer(memory, np.uint8)
     return [
-        flat[start : start + size].view(dtype) for start, size, dtype in zip(starts, sizes, dtypes)
+        flat[start : start + size].view(slot.dtype.base_dtype.as_numpy_dtype)
+        for start, size, slot in zip(starts, sizes, slots)
     ]
+
+
+def _nbytes(variable: tf.Variable) -> int:
+    return int(math.prod(variable.shape) * variable.dtype.base_dtype.size)
 
 
 def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: Array) -> None:

@@ -47,7 +47,7 @@ from estimator_ext.reduction.divided_slots import (
     share_memory,
 )
 from estimator_ext.reduction.locked_reads import Window, can_lock, initializing, make_readable
-from hostopt.collectives import shared_file
+from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import all_gather_json
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
 from hostopt.gradients.divided_update import DividedUpdate
@@ -132,7 +132,7 @@ def divide_updates(
     """Divides the updates of a step. Collective: all ranks must call it.
 
     Args:
-      least_bytes: size of dense variables and their slots for which updates are divided.
+      least_bytes: if dense variables and their slots are smaller, nothing is divided.
 
     Returns:
       The times in which the step has taken values away, whose ends it must run, too; and the
@@ -146,20 +146,16 @@ def divide_updates(
         for group in groups
         for update, *parts in zip(group.updates, *group.layout.parts)
     ]
-    memory = share_memory(divided, communicator) if communicator.on_one_host else []
-    if memory is None:
-        _log.warning(
-            "each rank makes all updates, as %s is too small for variables and slots of %d bytes. "
-            "Enlarge it (in Docker: --shm-size)",
-            shared_file.DIRECTORY,
-            sum(each.nbytes for group in groups for each in group.updates),
-        )
-        groups, divided, memory = [], [], []
+    shared: Sequence[Array] | None = []
+    if communicator.on_one_host:
+        shared = share_memory(divided, communicator.duplicate("divided slots"))
+    if shared is None:
+        groups, divided, shared = [], [], []
     if groups or not least_bytes:
         names = sorted(each.variable.op.name for each in divided)
         _log.info("the ranks divide the updates of %d variables: %s", len(names), ", ".join(names))
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_slots"):
-        slots = DividedSlots(communicator, divided, memory)
+        slots = DividedSlots(communicator, divided, shared)
     return [_divide(group, communicator, slots) for group in groups], slots
 
 

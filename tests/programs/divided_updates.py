@@ -6,6 +6,7 @@ is logged.
 
 from __future__ import annotations
 
+import resource
 import sys
 import threading
 from collections.abc import Callable
@@ -194,6 +195,17 @@ class ReadsSlots(tf.estimator.SessionRunHook):
         np.savez(self.path, *self.last)
 
 
+class SetsLimit(tf.estimator.SessionRunHook):
+    """Sets the size of the largest file, also in /dev/shm, when the training is built."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def begin(self) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.nbytes, most))
+
+
 class Holds(tf.estimator.SessionRunHook):
     """Holds the values of all steps, which must stay as they were."""
 
@@ -284,7 +296,7 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
     loss = tf.reduce_mean((tf.squeeze(hidden @ last, 1) - y) ** 2)
     if case == "empty":
         loss += tf.reduce_sum(weights("empty", [0, 7], 5))
-    if case in ("slices", "large"):
+    if case in ("slices", "large", "no_memory"):
         wide = weights("wide", [130, 320 if case == "slices" else 1 << 14], 6)
         loss += tf.reduce_mean(tf.tanh(x @ wide))
         if case == "slices":
@@ -329,6 +341,10 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         names = optimizer.get_slot_names()
         slots = [optimizer.get_slot(v, name) for v in trained for name in names]
         hooks.append(ReadsSlots(slots, params["slots"]))
+    if case == "no_memory":
+        limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, most))
+        hooks.append(SetsLimit(limit))
     if case in ("loaded", "in_place"):
         hooks.append(Loads("first", case == "in_place"))
     if case == "held":

@@ -24,3 +24,11 @@ def test_by_default_large_updates_are_divided_on_one_host(tmp_path: Path) -> Non
     check_same(tmp_path / "default" / "large", tmp_path / "whole" / "large")
     assert "divide the updates" not in output.split("CASE adam")[1]
     assert "divide the updates" not in run(tmp_path, ["large"], 2, None, "4", "grpc+tcp")
+
+
+def test_without_free_memory_each_rank_makes_all_updates(tmp_path: Path) -> None:
+    run(tmp_path, ["large"], 2, False, "4")
+    output = run(tmp_path, ["no_memory"], 2, None, "4")
+    assert "divide the updates" not in output
+    assert "/dev/shm is too small for variables and slots of" in output
+    check_same(tmp_path / "no_memory", tmp_path / "large")
