@@ -62,6 +62,9 @@ class DividedUpdate:
         with self._lock:
             old = self._values
             new = self._values = self._take()
+            if self._barrier is None and self._parts_of_slots:
+                # another rank may still read the slots, which no `_take` has waited for
+                self._communicator.barrier()
             for index, part in enumerate(self._parts):
                 assigned, start = self._assigned[index], self._variables.starts[index]
                 if assigned is not None:

@@ -116,6 +116,34 @@ def test_parts_elsewhere_are_copied() -> None:
         np.testing.assert_array_equal(result, np.full(256, 3))
 
 
+@pytest.mark.parametrize("keeps_memory", [True, False])
+def test_parts_of_shared_slots_are_in_memory_after_an_update(
+    keeps_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(communicator: Communicator) -> np.ndarray:
+        memory = communicator.memory
+        assert memory is not None
+        shared = memory.allocate(256 * FLOAT.itemsize)
+        assert shared is not None
+        slot, rank = np.frombuffer(shared, FLOAT), communicator.rank
+        part = slot[128 * rank : 128 * (rank + 1)]
+        divided = DividedUpdate(communicator, bucket(communicator.size, (256,)), [part])
+        if not keeps_memory:
+            monkeypatch.setattr(divided._communicator.memory, "allocate", lambda nbytes: None)
+        for step in range(3):
+            divided.note([np.ones(256, FLOAT)])
+            before = slot.copy()  # the other rank has not updated its part yet
+            assert np.all(before == 0) if step == 0 else list(np.unique(before)) == [step, 9]
+            parts = [each[:-MORE] for each in divided.begin()]
+            new = np.full(128, step + 1 if rank == 0 else 9, FLOAT)
+            divided.join([*parts, new])
+            communicator.barrier()
+        return slot.copy()
+
+    for slot in Spawn("shm")(2, run):
+        np.testing.assert_array_equal(slot, np.repeat([3, 9], 128))
+
+
 def test_ranks_without_memory_to_share_use_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(communicator: Communicator) -> np.ndarray:
         divided = DividedUpdate(communicator, bucket(communicator.size, (256,)))
