@@ -17,6 +17,7 @@ HERE = Path(__file__).resolve().parent
 SYSTEMS = {
     "none": "no communication (two independent runs): the limit",
     "hostopt": "hostopt, automatic",
+    "hostopt-whole": "hostopt, automatic, all updates by each rank",
     "hostopt-divided": "hostopt, automatic, divided updates",
     "api": "hostopt, DistributedOptimizer",
     "hostopt-tcp": "hostopt, data sockets only",
@@ -26,8 +27,9 @@ SYSTEMS = {
     "horovod-gloo": "Horovod, Gloo",
     "horovod-mpi": "Horovod, OpenMPI",
 }
-OPTIONS = {  # communication, and if updates are divided
-    "hostopt": ("auto", "false"),
+OPTIONS = {  # communication, and if updates are divided; none: if that is faster
+    "hostopt": ("auto", "none"),
+    "hostopt-whole": ("auto", "false"),
     "hostopt-divided": ("auto", "true"),
     "hostopt-tcp": ("grpc+tcp", "false"),
     "hostopt-tcp-divided": ("grpc+tcp", "true"),

@@ -106,6 +106,7 @@ from estimator_ext.strategy.devices import is_gpu
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 from estimator_ext.variables.desync import DesyncCheckHook
 from estimator_ext.variables.sync_on_read import SyncOnRead
+from hostopt.collectives.communicator import all_gather_json
 
 
 class ModelFunctions(NamedTuple):
@@ -160,6 +161,7 @@ class TrainingGraph:
         graph.marks_gradients = False
         updates, suspects = self._reduce(data)
         divided, windows = self._divide_updates()
+        stack.callback(divided.close)
         stack.enter_context(divided.explain())
         replicas = build_replicas(self.strategy, self.spec, data)
         copies = self._copies()
@@ -242,12 +244,17 @@ class TrainingGraph:
         return slots, windows
 
     def _bytes_to_divide(self) -> int | None:
-        """Returns the size of updates from which the ranks divide them; None for never."""
-        divides, strategy = self.strategy.options.shard_optimizer, self.strategy
+        """Returns the size of updates from which the ranks divide them; None for never.
+
+        Collective: all ranks must call it.
+        """
+        divides, communicator = self.strategy.options.shard_optimizer, self._communicator
         if divides is not None:
-            return 0 if divides and self._communicator.size > 1 else None
-        is_faster = self._communicator.on_one_host and not is_gpu(strategy.accelerator)
-        return LARGE_BYTES if is_faster and not strategy.local_steps.is_used else None
+            return 0 if divides and communicator.size > 1 else None
+        if not communicator.on_one_host or self.strategy.local_steps.is_used:
+            return None
+        has_gpu = all_gather_json(communicator, is_gpu(self.strategy.accelerator))
+        return None if any(has_gpu) else LARGE_BYTES
 
     def _check_accumulation(self) -> None:
         accumulation = self.reduction.accumulation

@@ -27,7 +27,10 @@ from estimator_ext._tf_private import replace_input
 from estimator_ext.variables.sync_on_read import assign
 from hostopt.collectives import shared_file
 from hostopt.collectives.call import Array
+from hostopt.collectives.host_memory import BLOCK_BYTES
+from hostopt.collectives.shared_memory import channel_bytes
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, padded
+from hostopt.gradients.divided_update import DividedUpdate
 
 _log = tf.get_logger()
 
@@ -116,7 +119,7 @@ class SharedSlot(_Slot):
         self._memory = memory[:size].reshape(whole.shape)
         self.read = tf.compat.v1.get_default_graph().as_graph_element(whole).op
         self.part = memory[parts[rank]]  # which this rank updates
-        # a slice of the whole would be no slice, which TensorFlow updates in place
+        # TensorFlow updates a slice in place; a slice of all elements would be the array itself
         self._part_and_more = memory[parts[rank].start : parts[rank].stop + more]
         self._new_part = tf.compat.v1.placeholder(self.dtype, [None])
         part = tf.reshape(self._new_part[:-more], shape)
@@ -147,6 +150,10 @@ class SharedSlot(_Slot):
         if communicator.rank == 0:
             self._assign_whole(session)
 
+    def close(self) -> None:
+        """Frees the memory, which the graph would keep until it is collected."""
+        self._memory = self.part = self._part_and_more = np.empty(0)
+
     def _assign_whole(self, session: tf.compat.v1.Session) -> None:
         assign(session, [self.whole], [self._memory])
 
@@ -174,6 +181,7 @@ class DividedSlots:
         if not shared:
             self._slots += [_PrivateSlot(*each) for each in slots]
         self.names = {each.whole.op.name for each in self._slots}
+        self.updates: list[DividedUpdate] = []
         self._is_gathered = False
 
     def initialize(self, session: tf.compat.v1.Session) -> None:
@@ -210,6 +218,12 @@ class DividedSlots:
             each.gather(session, self._communicator)
         self._is_gathered = self._communicator.rank == 0
 
+    @property
+    def _advice(self) -> str:
+        if self.shared:  # by its name, or by a Saver that is older than the division
+            return "Fetch the variable itself, save with a Saver made in the begin of a hook"
+        return "Read it from a checkpoint"
+
     @contextlib.contextmanager
     def explain(self) -> Iterator[None]:
         """Scope that says why a slot could not be read."""
@@ -219,11 +233,17 @@ class DividedSlots:
             for name in self.names:
                 if f" {name} " in str(error) or f" {name}." in str(error):
                     raise hostopt.ConfigError(
-                        f"slot {name!r} was read during the training, when each rank has only a "
-                        "part, as the ranks divide its updates. Read it from a checkpoint, or "
-                        "pass shard_optimizer=False"
+                        f"slot {name!r} has no value during the training, as the ranks divide its "
+                        f"updates. {self._advice}, or pass shard_optimizer=False"
                     ) from error
             raise
+
+    def close(self) -> None:
+        """Frees the memory of the updates."""
+        for update in self.updates:
+            update.close()
+        for slot in self.shared.values():
+            slot.close()
 
     def release(self, session: tf.compat.v1.Session) -> None:
         """Frees the whole slots of rank 0, after a save."""
@@ -238,7 +258,8 @@ def share_memory(
     """Shares memory for all slots among the ranks of one host.
 
     Collective: all ranks must call it. Each array is flat, and followed by ALIGNMENT_BYTES.
-    Returns None if there is too little for them, or for the variables of `DividedUpdate`.
+    Returns None if there is too little for them, or for what the step shares: the variables, the
+    sums of their gradients, and the channel of the sums.
     """
     slots = [slot for each in divided for slot in each.slots]
     sizes = [_nbytes(slot) + ALIGNMENT_BYTES for slot in slots]
@@ -247,14 +268,15 @@ def share_memory(
     if not divided or host is None:
         return []
     memory = host.allocate(end + ALIGNMENT_BYTES)
-    of_variables = sum(_nbytes(each.variable) for each in divided)
-    if memory is None or host.allocate(of_variables) is None:
+    of_step = 2 * sum(_nbytes(each.variable) for each in divided)
+    of_step += channel_bytes(communicator.size, BLOCK_BYTES)
+    if memory is None or host.allocate(of_step) is None:
         if communicator.rank == 0:
             _log.warning(
-                "each rank makes all updates, as %s is too small for variables and slots of %d "
-                "bytes. Enlarge it (in Docker: --shm-size)",
+                "each rank makes all updates, as dividing them takes %d bytes of %s. Enlarge it "
+                "(in Docker: --shm-size)",
+                end + of_step,
                 shared_file.DIRECTORY,
-                end + of_variables,
             )
         return None
     flat = np.frombuffer(memory, np.uint8)

@@ -332,6 +332,7 @@ def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlo
     names = [slot.op.name for each in updates for slot in each.slots]
     shared = [slots.shared[name] for name in names if name in slots.shared]
     divided = DividedUpdate(communicator, group.layout, [each.part for each in shared])
+    slots.updates.append(divided)
     dtypes = [each.dtype.base_dtype for each in variables]
     parts = group.layout.parts[communicator.rank]
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_updates"):

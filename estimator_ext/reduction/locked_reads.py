@@ -165,7 +165,7 @@ def _lock(
             set_fetched(variable, value)
             add_control_inputs(window.lock.op, [op])
         return
-    if op.type in CALLS:  # which may write into the memory of the value
+    if op.type in CALLS and not is_slot:  # which may write into the memory of the value
         value = tf.raw_ops.DeepCopy(x=value)
     own = tf.raw_ops.VarHandleOp(
         dtype=value.dtype, shape=variable.shape, shared_name=ANONYMOUS_VARIABLE

@@ -183,10 +183,14 @@ class SharedSlots:
     another.
     """
 
-    def __init__(self, communicator: Communicator, bucket: Bucket) -> None:
+    def __init__(
+        self, communicator: Communicator, bucket: Bucket, channel_nbytes: int = 0
+    ) -> None:
+        """Makes no slot yet; `channel_nbytes` is the size of what passes through the channel."""
         assert communicator.memory is not None
         self._memory = communicator.memory
         self._bucket = bucket
+        self._channel_nbytes = channel_nbytes
         self.slots: list[Array] = []
         self._can_allocate = True
 
@@ -198,7 +202,7 @@ class SharedSlots:
         Collective: all ranks must call it. Then they must reach a barrier, unless it returns None:
         no memory is left.
         """
-        channel = self._memory.channel_of_all(self._bucket.nbytes)
+        channel = self._memory.channel_of_all(self._channel_nbytes)
         if channel is None:
             return None
         free_mask = sum(1 << index for index in free_buffers(self.slots))

@@ -98,6 +98,13 @@ class DividedUpdate:
                 each.flags.writeable = False
             return values
 
+    def close(self) -> None:
+        """Frees the memory, which the graph would keep until it is collected."""
+        with self._lock:
+            self._slots = self._values = None
+            self._buffers, self._parts_of_slots, self._pool.buffers = [], (), []
+            self._assigned = [None] * len(self._assigned)
+
     def _take(self) -> Array:
         """Takes the memory for the next values; the one for the last values if it is free."""
         buffers, index = self._pool.buffers, None

@@ -119,7 +119,9 @@ class InlineReducer(BucketReducer):
         self, communicator: Communicator, buckets: Sequence[Bucket], check: NonFiniteCheck
     ) -> None:
         super().__init__(communicator, buckets, check)
-        self._slots = [SharedSlots(self.communicator, bucket) for bucket in self.buckets]
+        self._slots = [
+            SharedSlots(self.communicator, bucket, bucket.nbytes) for bucket in self.buckets
+        ]
         self._steps = [0] * len(self.buckets)  # reductions of each bucket
         self._lock = threading.Lock()
 

@@ -80,7 +80,9 @@ def compare(directory: Path, cases: list[str], size: int = 2, communication: str
     for case in cases:
         assert divided(output, case) == expected.get(case, ALL), case
         check_same(directory / "divided" / case, directory / "whole" / case)
-        for path in (directory / "whole").glob(f"{case}-*.npz"):  # what each rank has read
+        paths = list((directory / "whole").glob(f"{case}-*.npz"))  # what each rank has read
+        assert len(paths) == (size if case.endswith("_slots_read") else 0)
+        for path in paths:
             with np.load(path) as whole, np.load(directory / "divided" / path.name) as found:
                 assert whole.files == found.files
                 for name in whole.files:

@@ -6,10 +6,13 @@ is logged.
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,15 +150,20 @@ class Prints(tf.estimator.SessionRunHook):
 class UsesSlot(tf.estimator.SessionRunHook):
     """Reads a slot, or runs its initializer."""
 
-    def __init__(self, reads: bool) -> None:
-        self.reads = reads
+    def __init__(self, case: str) -> None:
+        self.case = case
 
     def begin(self) -> None:
         variables = tf.compat.v1.global_variables()
         self.slot = next(v for v in variables if v.op.name == "first/Adam")
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        run_context.session.run(self.slot if self.reads else self.slot.initializer)
+        fetches = {
+            "read_slot": self.slot,
+            "read_by_name": "first/Adam/Read/ReadVariableOp:0",
+            "assigned": self.slot.initializer,
+        }
+        run_context.session.run(fetches[self.case])
 
 
 class ReadsSlots(tf.estimator.SessionRunHook):
@@ -296,7 +304,7 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
     loss = tf.reduce_mean((tf.squeeze(hidden @ last, 1) - y) ** 2)
     if case == "empty":
         loss += tf.reduce_sum(weights("empty", [0, 7], 5))
-    if case in ("slices", "large", "no_memory"):
+    if case in ("slices", "large", "no_memory", "one_gpu"):
         wide = weights("wide", [130, 320 if case == "slices" else 1 << 14], 6)
         loss += tf.reduce_mean(tf.tanh(x @ wide))
         if case == "slices":
@@ -359,8 +367,8 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         hooks.append(Writes())
     if case == "steps":
         hooks.append(Prints())
-    if case in ("assigned", "read_slot"):
-        hooks.append(UsesSlot(reads=case == "read_slot"))
+    if case in ("assigned", "read_slot", "read_by_name"):
+        hooks.append(UsesSlot(case))
     if case == "no_slots" and params["divides"]:
         hooks.append(HasNoSlots())
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, training_hooks=hooks)
@@ -375,10 +383,20 @@ def input_fn(input_context: Any) -> Any:
     return data.repeat().batch(8, drop_remainder=True)
 
 
+def mapped_bytes() -> int:
+    """Returns the size of the memory that this process shares with other ranks."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if "/dev/shm/hostopt-" in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
+
+
 def main(directory: str, steps: str, *cases: str) -> None:
     for case in cases:
         options = {"nonfinite": "skip"} if case == "skipped" else {}
-        strategy = estimator_ext.HostOffloadStrategy(accelerator="/device:CPU:1", **options)
+        device = "/device:CPU:1"
+        if case == "one_gpu" and json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
+            device = "/device:GPU:0"  # which is not there, so that TensorFlow uses the CPU
+        strategy = estimator_ext.HostOffloadStrategy(accelerator=device, **options)
         config = estimator_ext.RunConfig(
             train_distribute=strategy, save_checkpoints_steps=3, **CONFIG.get(case, {})
         )
@@ -393,6 +411,7 @@ def main(directory: str, steps: str, *cases: str) -> None:
         for step in steps.split(","):
             print(f"CASE {case} to {step}", flush=True)
             estimator.train(input_fn, max_steps=int(step))
+            print("MAPPED", mapped_bytes(), flush=True)
         strategy.close()
 
 

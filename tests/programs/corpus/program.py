@@ -26,6 +26,9 @@ class Program:
       noise: names of variables whose gradients are zero except for rounding errors.
       starts_alike: the initial values are constants, so no checkpoint is copied: the names of some
         variables are those of operations.
+      prepared: patterns of files that it writes before it trains, if they are missing. Two ranks
+        would write them at the same time, each with its own order of a set, so they get those of
+        the first run.
       not_compared: why the variables of two ranks are not compared with those of one process.
       refused: words of the message that ends the program on two ranks, with exit code 78.
     """
@@ -43,6 +46,7 @@ class Program:
     tolerance: float = 1e-5
     noise: str = ""
     starts_alike: bool = False
+    prepared: tuple[str, ...] = ()
     not_compared: str = ""
     refused: str = ""
 

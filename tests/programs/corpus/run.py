@@ -115,8 +115,12 @@ def _run(program: Program, size: int, scratch: Path) -> tuple[int, str]:
             if code:
                 return code, output
             done.touch()
-    if size > 1 and not (program.not_compared or program.starts_alike):
-        _copy_first_checkpoints(scratch / program.name / "1", directory)
+    if size > 1:
+        first = scratch / program.name / "1"
+        for pattern in program.prepared:
+            _copy(first, directory, pattern)
+        if not (program.not_compared or program.starts_alike):
+            _copy_first_checkpoints(first, directory)
     words = program.command.format(**values).split()
     if words[0].endswith(".py"):
         words[0] = str(HERE / words[0])
@@ -129,11 +133,19 @@ def _run(program: Program, size: int, scratch: Path) -> tuple[int, str]:
 
 def _copy_first_checkpoints(source: Path, target: Path) -> None:
     """Makes trainings start with the initial values of earlier ones, also if names differ."""
-    for path in source.rglob("model.ckpt-0.*"):
+    for directory in _copy(source, target, "model.ckpt-0.*"):
+        (directory / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-0"\n')
+
+
+def _copy(source: Path, target: Path, pattern: str) -> set[Path]:
+    """Copies the files of a pattern; returns the directories that they are in now."""
+    directories = set()
+    for path in source.rglob(pattern):
         directory = target / path.parent.relative_to(source)
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, directory)
-        (directory / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-0"\n')
+        directories.add(directory)
+    return directories
 
 
 def _execute(

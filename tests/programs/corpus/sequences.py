@@ -29,6 +29,7 @@ PROGRAMS = (
         prepare=DATA,
         in_cluster=True,
         noise="/key/bias:",
+        prepared=("*.tf_record", "*.pkl"),
     ),
     Program(
         "with_xlnet",
