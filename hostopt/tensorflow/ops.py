@@ -73,7 +73,6 @@ class SumWithFlags:
     def __init__(self, communicator: Communicator, name: str, flags: StopSaveFlags) -> None:
         self._sum = communicator.open_scalar_sum(f"the sum of {name}")
         self._flags = flags
-        flags.travel = True
 
     def start(self, value: Array) -> None:
         """Starts the sum of a float32, without waiting."""
@@ -103,6 +102,7 @@ def start_scalar_sum(
       flags: flags that are summed in the same messages.
     """
     scalar_sum = SumWithFlags(communicator, name, flags)
+    flags.travel = True
 
     def start(value: Array) -> Any:
         scalar_sum.start(value)
