@@ -17,6 +17,7 @@ from estimator_ext.checkpoints.file_errors import cannot_save, remove
 from estimator_ext.checkpoints.model_dir_lock import LockCheckListener
 from estimator_ext.checkpoints.reading import is_intact, newest
 from estimator_ext.spec import stock_spec
+from hostopt.tensorflow.checksums import nbytes_of
 
 # Temporary names of files that TensorFlow renames at the end; rank 0 alone writes them.
 _TEMPORARY = re.compile(r"(checkpoint|graph\.pbtxt)\.tmp[0-9a-f]{32}")
@@ -91,9 +92,7 @@ class _CheckedSaver:
             return self._saver.save(session, path, global_step=global_step, **options)
         except (tf.errors.OpError, OSError, ValueError) as error:
             variables = session.graph.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES)
-            needed_bytes = sum(
-                (each.shape.num_elements() or 0) * each.dtype.base_dtype.size for each in variables
-            )
+            needed_bytes = sum(map(nbytes_of, variables))
             last = _remove_failed(checkpoint, existed)
             raise cannot_save(checkpoint, error, needed_bytes, last) from error
 

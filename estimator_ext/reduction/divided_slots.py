@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import math
 import mmap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -31,6 +30,7 @@ from hostopt.collectives.host_memory import BLOCK_BYTES
 from hostopt.collectives.shared_memory import channel_bytes
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, padded
 from hostopt.gradients.divided_update import DividedUpdate
+from hostopt.tensorflow.checksums import nbytes_of
 
 _log = tf.get_logger()
 
@@ -49,13 +49,11 @@ class DividedVariable(NamedTuple):
 class _Slot:
     """A slot of the program, the whole, of which each rank has a part."""
 
-    def __init__(self, whole: tf.Variable, parts: list[slice], shape: list[int]) -> None:
+    def __init__(self, whole: tf.Variable, shape: list[int]) -> None:
         ops = tf.raw_ops
         self.whole = whole
         self.dtype = whole.dtype.base_dtype
         self.name = f"slot {whole.op.name!r}"
-        self._parts = parts  # by rank
-        self._shape = shape  # of this rank's part
         self.handle_of_part = part_variable(whole, shape)
         self.value = ops.ReadVariableOp(resource=whole.handle, dtype=self.dtype)
         self.has_value = ops.VarIsInitializedOp(resource=whole.handle)
@@ -79,8 +77,9 @@ class _PrivateSlot(_Slot):
     """A slot of ranks on several hosts."""
 
     def __init__(self, whole: tf.Variable, parts: list[slice], shape: list[int]) -> None:
-        super().__init__(whole, parts, shape)
+        super().__init__(whole, shape)
         ops = tf.raw_ops
+        self._parts = parts  # by rank
         self._value_of_part = ops.ReadVariableOp(resource=self.handle_of_part, dtype=self.dtype)
         self._new_part = tf.compat.v1.placeholder(self.dtype, shape)
         self._set_part = ops.AssignVariableOp(
@@ -95,7 +94,7 @@ class _PrivateSlot(_Slot):
             parts = [flat[part].tobytes() for part in self._parts]
         data = communicator.scatter_bytes(parts, self.name)
         part = np.frombuffer(data, self.dtype.as_numpy_dtype)
-        session.run(self._set_part, {self._new_part: part.reshape(self._shape)})
+        session.run(self._set_part, {self._new_part: part.reshape(self._new_part.shape)})
         session.run(self.release)
 
     def gather(self, session: tf.compat.v1.Session, communicator: hostopt.Communicator) -> None:
@@ -112,7 +111,7 @@ class SharedSlot(_Slot):
     def __init__(
         self, whole: tf.Variable, parts: list[slice], shape: list[int], memory: Array, rank: int
     ) -> None:
-        super().__init__(whole, parts, shape)
+        super().__init__(whole, shape)
         ops = tf.raw_ops
         more = ALIGNMENT_BYTES // memory.itemsize
         size = memory.size - more
@@ -262,13 +261,13 @@ def share_memory(
     sums of their gradients, and the channel of the sums.
     """
     slots = [slot for each in divided for slot in each.slots]
-    sizes = [_nbytes(slot) + ALIGNMENT_BYTES for slot in slots]
+    sizes = [nbytes_of(slot) + ALIGNMENT_BYTES for slot in slots]
     *starts, end = [0, *itertools.accumulate(map(padded, sizes))]
     host = communicator.memory
     if not divided or host is None:
         return []
-    memory = host.allocate(end + ALIGNMENT_BYTES)
-    of_step = 2 * sum(_nbytes(each.variable) for each in divided)
+    memory = host.allocate(max(end, 1))  # an optimizer may have no slots
+    of_step = 2 * sum(nbytes_of(each.variable) for each in divided)
     of_step += channel_bytes(communicator.size, BLOCK_BYTES)
     if memory is None or host.allocate(of_step) is None:
         if communicator.rank == 0:
@@ -284,10 +283,6 @@ def share_memory(
         flat[start : start + size].view(slot.dtype.base_dtype.as_numpy_dtype)
         for start, size, slot in zip(starts, sizes, slots)
     ]
-
-
-def _nbytes(variable: tf.Variable) -> int:
-    return int(math.prod(variable.shape) * variable.dtype.base_dtype.size)
 
 
 def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: Array) -> None:

@@ -20,6 +20,11 @@ def has_numbers(variable: tf.Variable) -> bool:
     return variable.dtype.base_dtype not in (tf.string, tf.resource, tf.variant)
 
 
+def nbytes_of(variable: tf.Variable) -> int:
+    """Returns the size of a variable in bytes; 0 if its shape is not known."""
+    return int((variable.shape.num_elements() or 0) * variable.dtype.base_dtype.size)
+
+
 def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
     """Divides variables into parts, each to be read or written in one run of a session.
 
@@ -29,7 +34,7 @@ def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
     part: list[tf.Variable] = []
     nbytes = 0
     for variable in variables:
-        size = (variable.shape.num_elements() or 0) * variable.dtype.base_dtype.size
+        size = nbytes_of(variable)
         if part and nbytes + size > _PART_BYTES:
             yield part
             part, nbytes = [], 0

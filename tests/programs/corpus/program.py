@@ -27,8 +27,8 @@ class Program:
       starts_alike: the initial values are constants, so no checkpoint is copied: the names of some
         variables are those of operations.
       prepared: patterns of files that it writes before it trains, if they are missing. Two ranks
-        would write them at the same time, each with its own order of a set, so they get those of
-        the first run.
+        would write them at the same time, and differently. Therefore they get the files of the
+        first run.
       not_compared: why the variables of two ranks are not compared with those of one process.
       refused: words of the message that ends the program on two ranks, with exit code 78.
     """
