@@ -63,8 +63,8 @@ _MIN_ROWS_BYTES = 1 << 20  # of a variable whose gradient is sparse: a step upda
 # Measured with SGD, Momentum and Adam: as fast at 17 MiB, and 1.03 times as fast at 22 to 45 MiB.
 LARGE_BYTES = 24 << 20
 # TensorFlow's updates; each element depends on those at its own position only
-_KERNELS = "ResourceApply"
 _ROW_KERNELS = "ResourceSparseApply"  # with sparse gradients
+_KERNELS = ("ResourceApply", _ROW_KERNELS)
 
 
 class _Update(NamedTuple):
@@ -234,9 +234,9 @@ def _group(
     others: dict[Any, list[_Update]] = {}
     for each in left.values():
         if each.spec.nbytes >= (_MIN_ROWS_BYTES if each.has_rows else _MIN_BYTES):
-            key = each.level, each.spec.dtype, each.unit_bytes
+            key = each.level, each.spec.dtype, each.unit_bytes, each.has_rows
             others.setdefault(key, []).append(each)
-    for (_, _, unit_bytes), group in others.items():
+    for (_, _, unit_bytes, _), group in others.items():
         specs = tuple(each.spec for each in group)
         layout = Bucket(tuple(range(len(specs))), specs, communicator.size, unit_bytes)
         groups.append(_Group(group, layout, is_scattered=False))
@@ -272,8 +272,6 @@ def _refuse_fetches(gradients: Sequence[tf.Tensor]) -> None:
 
 
 def _find(targets: Sequence[tf.Operation], on_one_host: bool) -> list[_Update]:
-    # a row that another host has updated would have to come back
-    kernels = (_KERNELS, _ROW_KERNELS) if on_one_host else (_KERNELS,)
     order = walk(targets)
     step, starts = set(order), initializing()
     variables = {v.handle.op: v for v in tf.compat.v1.global_variables() if hasattr(v, "handle")}
@@ -281,7 +279,7 @@ def _find(targets: Sequence[tf.Operation], on_one_host: bool) -> list[_Update]:
     levels: dict[tf.Operation, int] = {}
     for op in order:
         levels[op] = max((levels.get(each, 0) for each in runs_before(op)), default=0)
-        if not op.type.startswith(kernels) or control_flow_context(op) is not None:
+        if not op.type.startswith(_KERNELS) or control_flow_context(op) is not None:
             continue
         handles = [tensor.op for _, tensor, is_handle in arguments(op) if is_handle]
         if not variables.keys() >= set(handles):
@@ -331,10 +329,19 @@ def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlo
     ready = list(dict.fromkeys(op for each in updates for op in runs_before(each.op)))
     names = [slot.op.name for each in updates for slot in each.slots]
     shared = [slots.shared[name] for name in names if name in slots.shared]
-    divided = DividedUpdate(communicator, group.layout, [each.part for each in shared])
+    parts_of_slots = [each.part for each in shared]
+    divided = DividedUpdate(communicator, group.layout, parts_of_slots, updates[0].has_rows)
     slots.updates.append(divided)
     dtypes = [each.dtype.base_dtype for each in variables]
+    rows = []  # that ranks send to each other
+    if updates[0].has_rows and not communicator.on_one_host:
+        rows = [each.op.inputs[each.index_of("indices")] for each in updates]
     parts = group.layout.parts[communicator.rank]
+
+    def join(*arrays: Array) -> list[Array]:
+        count = len(updates) + len(shared)
+        return divided.join(arrays[:count], arrays[count:])
+
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_updates"):
         mutex = ops.MutexV2(shared_name=f"divided_updates/{variables[0].op.name}")
         with tf.control_dependencies(ready):
@@ -364,8 +371,8 @@ def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlo
         with tf.control_dependencies(window.updates):
             new_parts += [_read_in_place(each.handle_of_part, each.dtype) for each in shared]
         new = call_in_background(  # [U5]
-            abort_on_error(communicator, lambda *arrays: divided.join(arrays)),
-            new_parts,
+            abort_on_error(communicator, join),
+            [*new_parts, *rows],
             dtypes,
             "join",
         )

@@ -5,13 +5,15 @@ A step calls `note`, `begin` and `join`. Between the last two it updates its par
     note    the variables have these values; then it releases them
     begin   takes memory that no rank holds any longer, usually that of the last update, with the
             values of its parts
-    join    waits for the parts of the other ranks, which share the memory or send them
+    join    waits for the parts of the other ranks, which share the memory or send them; of a table
+            they send the rows that have changed
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -25,16 +27,21 @@ class DividedUpdate:
     """Joins the parts of some variables, a bucket with a chunk for each rank."""
 
     def __init__(
-        self, communicator: Communicator, variables: Bucket, slots: Sequence[Array] = ()
+        self,
+        communicator: Communicator,
+        variables: Bucket,
+        slots: Sequence[Array] = (),
+        has_rows: bool = False,
     ) -> None:
         self._communicator = communicator.duplicate("divided updates")
         self._variables = variables
         self._parts_of_slots = slots  # in memory that the ranks share
-        self._parts = [
-            slice(start + part.start, start + part.stop)
-            for start, part in zip(variables.starts, variables.parts[communicator.rank])
-        ]
+        self._parts = self._slices(variables.parts[communicator.rank])
         is_shared = self._communicator.on_one_host
+        # in other memory: the ranks send whole parts, but of a table only some rows
+        self._kept = self._parts
+        if has_rows and not is_shared:
+            self._kept = self._slices([slice(0, math.prod(e.shape)) for e in variables.specs])
         self._slots = SharedSlots(self._communicator, variables) if is_shared else None
         self._pool = BufferPool(variables)
         self._buffers: list[Array] = []  # slots, or those of the pool
@@ -65,22 +72,25 @@ class DividedUpdate:
             if self._barrier is None and self._parts_of_slots:
                 # another rank may still read the slots, which no `_take` has waited for
                 self._communicator.barrier()
-            for index, part in enumerate(self._parts):
+            for index, kept in enumerate(self._kept):
                 assigned, start = self._assigned[index], self._variables.starts[index]
                 if assigned is not None:
-                    np.copyto(new[part], assigned[part.start - start : part.stop - start])
+                    np.copyto(new[kept], assigned[kept.start - start : kept.stop - start])
                 elif old is not None and old is not new:
-                    np.copyto(new[part], old[part])
+                    np.copyto(new[kept], old[kept])
                 self._assigned[index] = None
             more = ALIGNMENT_BYTES // new.itemsize
             return [new[part.start : part.stop + more] for part in self._parts]
 
-    def join(self, parts: Sequence[Array]) -> list[Array]:
+    def join(self, parts: Sequence[Array], rows: Sequence[Array] = ()) -> list[Array]:
         """Returns the new values of all variables. Collective: all ranks must call it.
 
         The parts that this rank has updated, in the order of the variables and then of the shared
         slots, are copied unless they are in the memory of `begin` or of the slots. The result is
         read-only, and other ranks may read it, too.
+
+        Args:
+          rows: for each table, the indices of the rows that all ranks together have updated.
         """
         with self._lock:
             assert self._values is not None
@@ -91,6 +101,8 @@ class DividedUpdate:
             if self._barrier is not None:
                 channel, call = self._barrier
                 channel.barrier(call, self._variables.nbytes)
+            elif rows:
+                self._exchange_rows(rows)
             else:
                 self._communicator.all_gather_in_place(self._values)
             values = self._variables.views(self._buffers[self._index])
@@ -98,12 +110,45 @@ class DividedUpdate:
                 each.flags.writeable = False
             return values
 
+    def _exchange_rows(self, rows: Sequence[Array]) -> None:
+        """Sends this rank's rows that have changed to the others, and takes theirs."""
+        views = self._variables.views(self._buffers[self._index])
+        tables = [values.reshape(len(values), -1) for values in views]
+        changed = [np.unique(indices) for indices in rows]
+        local = [
+            table[indices].reshape(-1)
+            for table, indices in self._parts_of_rows(tables, changed, self._communicator.rank)
+        ]
+        data = np.concatenate(local).view(np.uint8)
+        for rank, gathered in enumerate(self._communicator.all_gather_bytes(data)):
+            values = np.frombuffer(gathered, np.uint8).view(self._variables.dtype)
+            begin = 0
+            for table, indices in self._parts_of_rows(tables, changed, rank):
+                end = begin + len(indices) * table.shape[1]
+                if rank != self._communicator.rank:
+                    table[indices] = values[begin:end].reshape(-1, table.shape[1])
+                begin = end
+
+    def _parts_of_rows(
+        self, tables: Sequence[Array], rows: Sequence[Array], rank: int
+    ) -> Iterator[tuple[Array, Array]]:
+        """Yields each table, and those of some of its rows, ascending, that a rank updates."""
+        for table, indices, part in zip(tables, rows, self._variables.parts[rank]):
+            edges = part.start // table.shape[1], part.stop // table.shape[1]
+            first, end = np.searchsorted(indices, edges)
+            yield table, indices[first:end]
+
     def close(self) -> None:
         """Frees the memory, which the graph would keep until it is collected."""
         with self._lock:
             self._slots = self._values = None
             self._buffers, self._parts_of_slots, self._pool.buffers = [], (), []
             self._assigned = [None] * len(self._assigned)
+
+    def _slices(self, parts: Sequence[slice]) -> list[slice]:
+        """Returns where parts of the variables are in the memory of all."""
+        starts = self._variables.starts
+        return [slice(a + part.start, a + part.stop) for a, part in zip(starts, parts)]
 
     def _take(self) -> Array:
         """Takes the memory for the next values; the one for the last values if it is free."""

@@ -11,8 +11,9 @@ from ranks import Ranks
 
 ALL = ["first", "last", "second"]
 LARGE = ["first", "second"]
-# optimizers that update single rows; not over the network
+# with optimizers that update single rows
 ROWS = ["adadelta", "adagrad", "ftrl", "keras", "momentum", "rmsprop"]
+ROWS = [f"rows_of_{each}" for each in [*ROWS, "adagrad_held", "adagrad_loaded"]]
 # the gradients of two ranks are so few bytes that they travel in one exchange, not in a bucket
 DIVIDED_BY_TWO = {"float16": LARGE, "bfloat16": LARGE}
 DIVIDED_OVER_NETWORK = {"slots": ["first"]}  # a summary shows a slot of the second
@@ -20,10 +21,9 @@ DIVIDED = {
     "clipped": LARGE,  # the norm needs whole gradients, and the last variable is small
     "summary_of_one": LARGE,  # rank 0 has a summary of a gradient
     "empty": ["empty", *ALL],
-    **{f"rows_of_{each}": [*ALL, "table_4", "table_7"] for each in ROWS},
+    **{each: [*ALL, "table_4", "table_7"] for each in [*ROWS, "rows_of_ftrl_slots_read"]},
     "slices": [*ALL, "wide"],
     "two": LARGE,  # one update waits for the others
-    "rows_of_ftrl_slots_read": [*ALL, "table_4", "table_7"],
     "skipped": [],  # each update is in a branch
     "keras_rmsprop": [],  # it has no kernel without momentum
     "partitioned": ["first/part_0", "first/part_1", "last", "second"],

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from divided import ALL, ROWS, arrays, check_same, compare, divided, run
+from divided import ROWS, arrays, check_same, compare, run
 from harness import reserved_addresses
 from ranks import Ranks
 
@@ -27,21 +27,20 @@ def test_checkpoints_are_those_of_undivided_updates(
     compare(tmp_path, cases, size, communication)
 
 
+@pytest.mark.parametrize("communication", ["grpc+tcp", "shm"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_rows_are_divided_on_one_host(tmp_path: Path, size: int) -> None:
-    compare(tmp_path, [f"rows_of_{each}" for each in ROWS], size, "shm")
+def test_rows_are_divided(tmp_path: Path, size: int, communication: str) -> None:
+    compare(tmp_path, ROWS, size, communication)
 
 
-def test_rows_are_not_divided_over_the_network(tmp_path: Path) -> None:
-    output = run(tmp_path, ["rows_of_adagrad"], 2, True, communication="grpc+tcp")
-    assert divided(output, "rows_of_adagrad") == ALL
-
-
-@pytest.mark.parametrize("case", ["adam", "rows_of_adagrad"])
-def test_another_number_of_ranks_continues(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "communication"),
+    [("adam", "shm"), ("rows_of_adagrad", "shm"), ("rows_of_adagrad", "grpc+tcp")],
+)
+def test_another_number_of_ranks_continues(tmp_path: Path, case: str, communication: str) -> None:
     for name, shards in (("whole", False), ("divided", True)):
         for size, steps in ((3, "3"), (1, "6"), (2, "9")):
-            run(tmp_path / name, [case], size, shards, steps)
+            run(tmp_path / name, [case], size, shards, steps, communication)
             # another number of ranks reads the data from the start
             for file in (tmp_path / name / case).glob("*.input"):
                 file.unlink()

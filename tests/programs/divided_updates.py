@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import sys
 import threading
@@ -309,7 +310,8 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         loss += tf.reduce_mean(tf.tanh(x @ wide))
         if case == "slices":
             hooks.append(ChangesSlice(wide, params["is_chief"]))
-    optimizer = OPTIMIZERS.get(case.replace("_slots_read", ""), OPTIMIZERS["adam"])()
+    name = re.sub("_(slots_read|held|loaded)$", "", case)
+    optimizer = OPTIMIZERS.get(name, OPTIMIZERS["adam"])()
     step = train.get_global_step()
     if "keras" in case:
         optimizer.iterations = step
@@ -353,9 +355,10 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, most))
         hooks.append(SetsLimit(limit))
-    if case in ("loaded", "in_place"):
-        hooks.append(Loads("first", case == "in_place"))
-    if case == "held":
+    if case.endswith(("loaded", "in_place")):
+        name = "table_4" if case.startswith("rows_of") else "first"
+        hooks.append(Loads(name, case == "in_place"))
+    if case.endswith("held"):
         hooks.append(Holds())
     if case == "reads":
         tf.compat.v1.add_to_collection("TRAIN_OPS", train_op)
