@@ -7,7 +7,8 @@ an update, of which this rank makes elements i to j:
     [U2] the variable is destroyed, which releases its memory
     [U3] take the same memory, or other memory if a rank still refers to that; a variable of ours
          takes elements i to j of it
-    [U4] the optimizer's own operation updates them in place, by gradient[i:j] and slots[i:j]
+    [U4] the optimizer's own operations update them, by gradient[i:j] and slots[i:j]: a kernel of
+         TensorFlow in place, others by copies for the part, whose results are copied there
     [U5] wait until all ranks have done so
     [U6] the variable takes the memory again
 
@@ -22,22 +23,13 @@ TensorFlow has not allocated its memory; so the other ranks, which read that mem
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import (
-    add_control_inputs,
-    control_flow_context,
-    control_outputs,
-    replace_input,
-    replace_inputs,
-)
-from estimator_ext.graphs.operation_kinds import READS, arguments
-from estimator_ext.graphs.walks import runs_before, users, walk
+from estimator_ext._tf_private import add_control_inputs, replace_input, replace_inputs
 from estimator_ext.reduction.deferred import is_stand_in
 from estimator_ext.reduction.divided_slots import (
     DividedSlots,
@@ -46,10 +38,11 @@ from estimator_ext.reduction.divided_slots import (
     part_variable,
     share_memory,
 )
-from estimator_ext.reduction.locked_reads import Window, can_lock, initializing, make_readable
+from estimator_ext.reduction.elementwise import Update, find_updates, gradient_of, index_of
+from estimator_ext.reduction.locked_reads import Window, make_readable
 from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import all_gather_json
-from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket, TensorSpec
+from hostopt.gradients.bucket import ALIGNMENT_BYTES, Bucket
 from hostopt.gradients.divided_update import DividedUpdate
 from hostopt.gradients.reducer import BucketReducer
 from hostopt.tensorflow._tf_private import call_python
@@ -62,65 +55,14 @@ _MIN_ROWS_BYTES = 1 << 20  # of a variable whose gradient is sparse: a step upda
 # Dense variables and slots of a model whose updates two ranks make faster if they divide them.
 # Measured with SGD, Momentum and Adam: as fast at 17 MiB, and 1.03 times as fast at 22 to 45 MiB.
 LARGE_BYTES = 24 << 20
-# TensorFlow's updates; each element depends on those at its own position only
-_ROW_KERNELS = "ResourceSparseApply"  # with sparse gradients
-_KERNELS = ("ResourceApply", _ROW_KERNELS)
-
-
-class _Update(NamedTuple):
-    """An update that can be divided."""
-
-    op: tf.Operation
-    variable: tf.Variable
-    slots: list[tf.Variable]
-    level: int  # number of updates in the longest chain before it
-
-    @property
-    def has_rows(self) -> bool:
-        """True if the gradient is sparse, so that whole rows are divided."""
-        return bool(self.op.type.startswith(_ROW_KERNELS))
-
-    @property
-    def row(self) -> list[int]:
-        """Shape of what is not divided: an element, or a row."""
-        return self.variable.shape[1:].as_list() if self.has_rows else []
-
-    @property
-    def unit_bytes(self) -> int:
-        """Size that a part has a multiple of."""
-        return math.lcm(math.prod(self.row) * self.spec.dtype.itemsize, ALIGNMENT_BYTES)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the variable and its slots."""
-        return self.spec.nbytes * (1 + len(self.slots))
-
-    def shape_of(self, part: slice) -> list[int]:
-        """Returns the shape of a part."""
-        return [(part.stop - part.start) // math.prod(self.row), *self.row]
-
-    @property
-    def spec(self) -> TensorSpec:
-        variable = self.variable
-        dtype = np.dtype(variable.dtype.base_dtype.as_numpy_dtype)
-        return TensorSpec(variable.op.name, tuple(variable.shape.as_list()), dtype)
-
-    def index_of(self, *names: str) -> int:
-        """Returns the index of an input of the operation, which has one of these names."""
-        return next(i for i, (name, _, _) in enumerate(arguments(self.op)) if name in names)
-
-    @property
-    def gradient(self) -> int:
-        """Index of the gradient among the inputs of the operation."""
-        return self.index_of("delta", "grad")
 
 
 class _Group(NamedTuple):
     """Updates of one dtype that do not wait for each other."""
 
-    updates: list[_Update]
+    updates: list[Update]
     layout: Bucket  # of the variables
-    is_scattered: bool  # True if each rank has its part of the gradients only
+    sums: Sequence[tf.Tensor] = ()  # of gradients, if each rank has its part of them only
 
 
 def divide_updates(
@@ -166,7 +108,7 @@ def _chosen(
     least_bytes: int,
 ) -> list[_Group]:
     """Agrees on the updates that are divided. Collective: all ranks must call it."""
-    found = _find(targets, communicator.on_one_host)
+    found = find_updates(targets, communicator.on_one_host)
     updates, alone = _on_all_ranks(found, communicator, reduction)
     groups = _group(updates, alone, communicator, reduction)
     dense = [each for group in groups for each in group.updates if not each.has_rows]
@@ -174,7 +116,7 @@ def _chosen(
         groups = []
     texts = {
         each.variable.op.name: f"{each.spec} in group {number}"
-        + (", scattered" if group.is_scattered else "")
+        + (", scattered" if group.sums else "")
         for number, group in enumerate(groups)
         for each in group.updates
     }
@@ -183,8 +125,8 @@ def _chosen(
 
 
 def _on_all_ranks(
-    updates: Sequence[_Update], communicator: hostopt.Communicator, reduction: Any
-) -> tuple[list[_Update], dict[str, _Update]]:
+    updates: Sequence[Update], communicator: hostopt.Communicator, reduction: Any
+) -> tuple[list[Update], dict[str, Update]]:
     """Agrees on the updates that all ranks can divide; one rank may have more users of a value.
 
     Collective: all ranks must call it.
@@ -192,15 +134,15 @@ def _on_all_ranks(
     Returns:
       The updates, and those that alone use a sum of gradients, by the name of the sum.
     """
-    by_op = {each.op: each for each in updates}
+    of_op = {op: each for each in updates for op in each.operations}
     local: dict[str, str | None] = {each.variable.op.name: None for each in updates}
     for name, total in reduction.deferred.sums.items():
-        user = _only_user(total, by_op, reduction.means)
+        user = _only_user(total, of_op)
         if user is not None:
             local[user.variable.op.name] = name
     of_ranks = all_gather_json(communicator, local, "the updates that each rank can divide")
     common = [e for e in updates if all(e.variable.op.name in each for each in of_ranks)]
-    alone: dict[str, _Update] = {}
+    alone: dict[str, Update] = {}
     for each in common:
         names = {of_rank[each.variable.op.name] for of_rank in of_ranks}
         if len(names) == 1 and None not in names:
@@ -209,14 +151,14 @@ def _on_all_ranks(
 
 
 def _group(
-    updates: Sequence[_Update],
-    alone: Mapping[str, _Update],
+    updates: Sequence[Update],
+    alone: Mapping[str, Update],
     communicator: hostopt.Communicator,
     reduction: Any,
 ) -> list[_Group]:
     """Chooses the updates that are divided, and those whose parts are joined in one call."""
     groups = []
-    left = {each.op: each for each in updates}
+    left = dict.fromkeys(updates)
     for reducer in reduction.reducers:
         if not isinstance(reducer, BucketReducer):
             continue
@@ -226,107 +168,42 @@ def _group(
             if len(chosen) < len(layout.specs) or len(levels) > 1 or layout.nbytes < _MIN_BYTES:
                 continue
             is_scattered = reducer.scatter(number)
-            if is_scattered:
-                _refuse_fetches([reduction.deferred.sums[name] for name in layout.names])
-            groups.append(_Group(chosen, layout, is_scattered))
+            sums = [reduction.deferred.sums[name] for name in layout.names]
+            groups.append(_Group(chosen, layout, sums if is_scattered else ()))
             for each in chosen:
-                del left[each.op]
-    others: dict[Any, list[_Update]] = {}
-    for each in left.values():
+                del left[each]
+    others: dict[Any, list[Update]] = {}
+    for each in left:
         if each.spec.nbytes >= (_MIN_ROWS_BYTES if each.has_rows else _MIN_BYTES):
             key = each.level, each.spec.dtype, each.unit_bytes, each.has_rows
             others.setdefault(key, []).append(each)
     for (_, _, unit_bytes, _), group in others.items():
         specs = tuple(each.spec for each in group)
         layout = Bucket(tuple(range(len(specs))), specs, communicator.size, unit_bytes)
-        groups.append(_Group(group, layout, is_scattered=False))
+        groups.append(_Group(group, layout))
     return groups
 
 
-def _only_user(
-    gradient: tf.Tensor, updates: Mapping[tf.Operation, _Update], means: Collection[tf.Operation]
-) -> _Update | None:
-    """Returns the update that alone uses a sum of gradients, or the mean of one."""
-    consumers = [each for each in gradient.consumers() if not is_stand_in(each)]
-    if len(consumers) != 1:
-        return None
-    (op,) = consumers
-    if op in updates:
-        return updates[op] if op.inputs[updates[op].gradient] is gradient else None
-    return _only_user(op.outputs[0], updates, means) if op in means else None
-
-
-def _refuse_fetches(gradients: Sequence[tf.Tensor]) -> None:
-    """Makes it an error to fetch a gradient of which each rank has a part."""
-    for gradient in gradients:
-        for op in filter(is_stand_in, gradient.consumers()):
-            text = (
-                f"{op.outputs[0].name!r} was fetched, but with shard_optimizer=True each rank has "
-                "a part of this gradient. Use it in the graph, as by tf.norm, or pass "
-                "shard_optimizer=False"
-            )
-            with tf.device(HOST_DEVICE), tf.control_dependencies(None):
-                refusal = tf.raw_ops.Assert(condition=False, data=[text])
-                with tf.control_dependencies([refusal]):
-                    replace_input(op, 0, of_unknown_shape(tf.zeros([], gradient.dtype)))
-
-
-def _find(targets: Sequence[tf.Operation], on_one_host: bool) -> list[_Update]:
-    order = walk(targets)
-    step, starts = set(order), initializing()
-    variables = {v.handle.op: v for v in tf.compat.v1.global_variables() if hasattr(v, "handle")}
-    found: list[_Update] = []
-    levels: dict[tf.Operation, int] = {}
-    for op in order:
-        levels[op] = max((levels.get(each, 0) for each in runs_before(op)), default=0)
-        if not op.type.startswith(_KERNELS) or control_flow_context(op) is not None:
-            continue
-        handles = [tensor.op for _, tensor, is_handle in arguments(op) if is_handle]
-        if not variables.keys() >= set(handles):
-            continue
-        variable, *slots = (variables[each] for each in handles)
-        if _can_divide(op, variable, slots, step, starts, on_one_host):
-            found.append(_Update(op, variable, slots, levels[op]))
-            levels[op] += 1
-    return sorted(found, key=lambda each: each.variable.op.name)
-
-
-def _can_divide(
-    op: tf.Operation,
-    variable: tf.Variable,
-    slots: Sequence[tf.Variable],
-    step: Collection[tf.Operation],
-    starts: Collection[tf.Operation],
-    on_one_host: bool,
-) -> bool:
-    """Returns True if nothing else in the step changes the variable or its slots.
-
-    Beyond one host nothing else may read the slots, either.
-    """
-    if not variable.device.endswith(HOST_DEVICE):
-        return False
-    for each in [variable, *(slots if on_one_host else ())]:
-        if not all(can_lock(user) for user in each.handle.consumers() if user not in starts):
-            return False
-    if not control_outputs(op):  # a hook may run it by itself, without [U6]
-        return False
-    if not variable.shape.is_fully_defined() or any(s.shape != variable.shape for s in slots):
-        return False
-    is_only_change = _users(variable, step, READS) == [op]
-    reads_of_slots = READS if on_one_host else ()
-    return is_only_change and all(_users(each, step, reads_of_slots) == [op] for each in slots)
-
-
-def _users(
-    variable: tf.Variable, step: Collection[tf.Operation], without: Collection[str]
-) -> list[tf.Operation]:
-    return [op for op, _ in users(variable.handle) if op in step and op.type not in without]
+def _only_user(total: tf.Tensor, updates: Mapping[tf.Operation, Update]) -> Update | None:
+    """Returns the update that alone uses a sum of gradients."""
+    found: set[Update] = set()
+    todo = [total]
+    while todo:
+        for op in todo.pop().consumers():
+            if is_stand_in(op):
+                continue
+            if op not in updates or updates[op].has_rows:
+                return None
+            found.add(updates[op])
+            todo += op.outputs
+    return found.pop() if len(found) == 1 else None
 
 
 def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlots) -> Window:
     ops, updates = tf.raw_ops, group.updates
     variables = [each.variable for each in updates]
-    ready = list(dict.fromkeys(op for each in updates for op in runs_before(each.op)))
+    writes = [op for each in updates for op in each.writes]
+    ready = list(dict.fromkeys(op for each in updates for op in each.ready))
     names = [slot.op.name for each in updates for slot in each.slots]
     shared = [slots.shared[name] for name in names if name in slots.shared]
     parts_of_slots = [each.part for each in shared]
@@ -335,7 +212,7 @@ def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlo
     dtypes = [each.dtype.base_dtype for each in variables]
     rows = []  # that ranks send to each other
     if updates[0].has_rows and not communicator.on_one_host:
-        rows = [each.op.inputs[each.index_of("indices")] for each in updates]
+        rows = [op.inputs[index_of(op, "indices")] for op in writes]
     parts = group.layout.parts[communicator.rank]
 
     def join(*arrays: Array) -> list[Array]:
@@ -347,7 +224,7 @@ def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlo
         with tf.control_dependencies(ready):
             lock = ops.MutexLock(mutex=mutex)
         end = tf.no_op()
-        window = Window(variables, shared, [each.op for each in updates], mutex, lock, end)
+        window = Window(variables, shared, writes, mutex, lock, end)
         make_readable(window)
         with tf.control_dependencies([lock.op]):
             old = [ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for v in variables]
@@ -365,10 +242,10 @@ def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlo
                 "begin",
             )
         new_parts = [
-            _use_part(update, part, values, group.is_scattered)
-            for update, part, values in zip(updates, parts, memory)
+            _use_part(*each)
+            for each in zip(updates, parts, memory, group.sums or [None] * len(updates))
         ]
-        with tf.control_dependencies(window.updates):
+        with tf.control_dependencies(writes):
             new_parts += [_read_in_place(each.handle_of_part, each.dtype) for each in shared]
         new = call_in_background(  # [U5]
             abort_on_error(communicator, join),
@@ -386,32 +263,87 @@ def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlo
     return window
 
 
-def _use_part(update: _Update, part: slice, memory: tf.Tensor, is_scattered: bool) -> tf.Tensor:
+def _use_part(
+    update: Update, part: slice, memory: tf.Tensor, total: tf.Tensor | None
+) -> tf.Tensor:
     """Makes an update change a part of the variable and its slots, and returns that part.
 
     Args:
       memory: the part and ALIGNMENT_BYTES more, as a slice of the whole would be no slice.
+      total: sum of gradients of which this rank has the part only.
     """
-    ops, op, variable = tf.raw_ops, update.op, update.variable
+    variable, writes = update.variable, update.writes
     dtype, shape = variable.dtype.base_dtype, update.shape_of(part)
     ours = part_variable(variable, shape)
     values = tf.reshape(memory[: -(ALIGNMENT_BYTES // dtype.size)], shape)
-    add_control_inputs(op, [ops.AssignVariableOp(resource=ours, value=values)])
-    replace_inputs(op, variable.handle, ours)
-    for slot in update.slots:
-        replace_inputs(op, slot.handle, part_variable(slot, shape))
-    gradient = op.inputs[update.gradient]
-    if update.has_rows:
-        where = update.index_of("indices")
-        start, indices = part.start // math.prod(update.row), op.inputs[where]
-        rows = tf.reshape(tf.where((indices >= start) & (indices < start + shape[0])), [-1])
-        gradient, indices = tf.gather(gradient, rows), tf.gather(indices, rows) - start
-        replace_input(op, where, of_unknown_shape(indices))
-    elif not is_scattered:
-        gradient = tf.reshape(gradient, [-1])[part]
-    replace_input(op, update.gradient, of_unknown_shape(gradient))
-    with tf.control_dependencies([op]):  # [U4]
+    assigned = tf.raw_ops.AssignVariableOp(resource=ours, value=values)
+    new = _parts_of_inputs(update, part, total)
+    new.update((slot.handle.ref(), part_variable(slot, shape)) for slot in update.slots)
+    new[variable.handle.ref()] = ours
+    before = [assigned]
+    for op in update.between:
+        copy = _copy(op, [new.get(tensor.ref(), tensor) for tensor in op.inputs], assigned)
+        new.update((old.ref(), output) for old, output in zip(op.outputs, copy.outputs))
+        if op in update.first_reads:
+            before.append(copy)
+    for op in writes:
+        add_control_inputs(op, before)
+        for index, tensor in enumerate(op.inputs):
+            if tensor.ref() in new:
+                value = new[tensor.ref()]
+                is_handle = value.dtype == tf.resource
+                replace_input(op, index, value if is_handle else of_unknown_shape(value))
+    _refuse_fetches(update, total)
+    with tf.control_dependencies(writes):  # [U4]
         return _read_in_place(ours, dtype)
+
+
+def _parts_of_inputs(update: Update, part: slice, total: tf.Tensor | None) -> dict[Any, tf.Tensor]:
+    """Returns what replaces the whole tensors that enter an update, by their references."""
+    new = {}
+    if total is not None:
+        new[total.ref()] = of_unknown_shape(total)
+    for op, index in update.whole:
+        tensor = op.inputs[index]
+        if tensor.ref() not in new:
+            new[tensor.ref()] = tf.reshape(tensor, [-1])[part]
+    if update.has_rows:
+        (op,) = update.writes
+        indices, gradient = op.inputs[index_of(op, "indices")], op.inputs[gradient_of(op)]
+        width = math.prod(update.row)
+        start, stop = part.start // width, part.stop // width
+        rows = tf.reshape(tf.where((indices >= start) & (indices < stop)), [-1])
+        new[indices.ref()] = tf.gather(indices, rows) - start
+        new[gradient.ref()] = tf.gather(gradient, rows)
+    return new
+
+
+def _copy(op: tf.Operation, inputs: Sequence[tf.Tensor], assigned: tf.Operation) -> tf.Operation:
+    attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
+    dtypes = [output.dtype for output in op.outputs]
+    with tf.control_dependencies([*op.control_inputs, assigned]):
+        return op.graph.create_op(op.type, inputs, dtypes, attrs=attributes, name=op.type)
+
+
+def _refuse_fetches(update: Update, total: tf.Tensor | None) -> None:
+    """Makes it an error to fetch what would have to be computed from parts."""
+    variable, reads = update.variable, [op for op in update.between if update.reads(op)]
+    if total is None and not reads:
+        return
+    text = (
+        f"a gradient of {variable.op.name!r} or what its update computes was fetched, but each "
+        "rank has a part of it, as the ranks divide the update. Use the gradient in the graph, as "
+        "by tf.norm, or pass shard_optimizer=False"
+    )
+    with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=[text])]):
+        none = part_variable(variable, [])
+    for op in reads:
+        replace_input(op, 0, none)
+    if total is not None:
+        value = tf.raw_ops.ReadVariableOp(resource=none, dtype=total.dtype)
+        for op in total.consumers():
+            if is_stand_in(op) or op in update.between:
+                replace_inputs(op, total, of_unknown_shape(value))
 
 
 def _read_in_place(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

@@ -150,8 +150,6 @@ class GradientReduction:
     has_divided: bool = False  # True once a loss is computed as in one process
     reducers: list[AnyReducer] = field(default_factory=list)  # to be closed with the graph
     sums: set[tf.Operation] = field(default_factory=set)  # of micro-batches of a single rank
-    # of sums over the ranks, which no program sees
-    means: set[tf.Operation] = field(default_factory=set)
     _losses: dict[LossKind, None] = field(default_factory=dict)  # whose gradients are reduced
     # sums by variable, not to be reduced again
     _reduced: dict[Any, tf.Tensor] = field(default_factory=dict)
@@ -221,7 +219,6 @@ class GradientReduction:
     ) -> list[Any]:
         """Sums gradients; the next `reduce_pairs` passes on what is computed from the sums."""
         sums = self.reduce_pairs(tf.distribute.ReduceOp.SUM, pairs, nonfinite)
-        self.means.difference_update(values_of(total).op for total in sums)
         self._reduced.update((v.ref(), values_of(total)) for total, (_, v) in zip(sums, pairs))
         return sums
 
@@ -325,7 +322,6 @@ class GradientReduction:
             if not (is_sum or is_scaled):
                 with tf.device(device):
                     sums = [map_values(lambda each: each / self.size, total) for total in sums]
-                self.means.update(values_of(mean).op for mean in sums)
             for i, total in zip(chosen, sums):
                 results[i] = total
         return results

@@ -25,7 +25,11 @@ DIVIDED = {
     "slices": [*ALL, "wide"],
     "two": LARGE,  # one update waits for the others
     "skipped": [],  # each update is in a branch
-    "keras_rmsprop": [],  # it has no kernel without momentum
+    "decayed_before": [],  # the updates wait for each other
+    "keras_constraint": [],  # an operation that is no part of the update waits for its first write
+    "own_clipped": LARGE,
+    "own_lamb": [],
+    "own_summary": [],
     "partitioned": ["first/part_0", "first/part_1", "last", "second"],
 }
 

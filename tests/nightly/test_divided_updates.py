@@ -16,11 +16,15 @@ from ranks import Ranks
 OPTIMIZERS = ["sgd", "momentum", "rmsprop", "centered", "adagrad", "ftrl", "adadelta"]
 OPTIMIZERS += ["keras_adam", "keras_adamax", "keras_rmsprop", "float64", "float16", "bfloat16"]
 PROGRAMS = ["embedding", "clipped", "average", "in_place", "loaded", "no_slots", "partitioned"]
+OWN = ["own_adam", "own_clipped", "own_lamb", "own_summary", "decayed", "decayed_before"]
+OWN += ["keras_constraint"]
 PROGRAMS += ["accumulate", "skipped", "summary_of_one", "empty"]
 
 
 @pytest.mark.parametrize(("size", "communication"), [(2, "shm"), (3, "grpc+tcp")])
-@pytest.mark.parametrize("cases", [OPTIMIZERS, PROGRAMS], ids=["optimizers", "programs"])
+@pytest.mark.parametrize(
+    "cases", [OPTIMIZERS, PROGRAMS, OWN], ids=["optimizers", "programs", "own"]
+)
 def test_checkpoints_are_those_of_undivided_updates(
     tmp_path: Path, cases: list[str], size: int, communication: str
 ) -> None:
@@ -35,7 +39,13 @@ def test_rows_are_divided(tmp_path: Path, size: int, communication: str) -> None
 
 @pytest.mark.parametrize(
     ("case", "communication"),
-    [("adam", "shm"), ("rows_of_adagrad", "shm"), ("rows_of_adagrad", "grpc+tcp")],
+    [
+        ("adam", "shm"),
+        ("own_adam", "grpc+tcp"),
+        ("own_adam", "shm"),
+        ("rows_of_adagrad", "grpc+tcp"),
+        ("rows_of_adagrad", "shm"),
+    ],
 )
 def test_another_number_of_ranks_continues(tmp_path: Path, case: str, communication: str) -> None:
     for name, shards in (("whole", False), ("divided", True)):
@@ -84,7 +94,8 @@ def test_a_killed_training_resumes(tmp_path: Path, communication: str) -> None:
         ("shm", "assigned", [78, 78], "slot 'first/Adam' was assigned during the training"),
         ("grpc+tcp", "read_slot", [78, 78], "slot 'first/Adam' has no value during the training"),
         ("shm", "read_by_name", [78, 78], "Fetch the variable itself, save with a Saver made"),
-        ("grpc+tcp", "fetched", [1, 200], "each rank has a part of this gradient"),
+        ("grpc+tcp", "fetched", [1, 200], "rank has a part of it, as the ranks divide"),
+        ("shm", "own_fetched", [1, 200], "what its update computes was fetched"),
         ("grpc+tcp", "writes", [78, 78], "uses variable 'first' in a branch"),
     ],
 )

@@ -25,10 +25,20 @@ estimator_ext.install()
 tf.get_logger().setLevel("INFO")
 train, keras = tf.compat.v1.train, tf.keras.optimizers.legacy
 
+
+class DecayedAdam(train.AdamOptimizer):
+    """Changes a variable twice in a step."""
+
+    def _resource_apply_dense(self, grad: Any, var: Any) -> Any:
+        with tf.control_dependencies([var.assign_sub(0.01 * var, read_value=False)]):
+            return super()._resource_apply_dense(grad, var)
+
+
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: train.GradientDescentOptimizer(0.1),
     "momentum": lambda: train.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
     "adam": lambda: train.AdamOptimizer(0.01),
+    "decayed": lambda: DecayedAdam(0.01),
     "rmsprop": lambda: train.RMSPropOptimizer(0.01, momentum=0.9),
     "centered": lambda: train.RMSPropOptimizer(0.01, centered=True),
     "adagrad": lambda: train.AdagradOptimizer(0.1),
@@ -44,10 +54,47 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "rows_of_keras": lambda: keras.Adagrad(0.1),
     "keras_adam": lambda: keras.Adam(0.01, amsgrad=True),
     "keras_adamax": lambda: keras.Adamax(0.01),
+    "keras_constraint": lambda: keras.Adam(0.01),
     "keras_rmsprop": lambda: keras.RMSprop(0.01),
 }
 DTYPES = {"float64": tf.float64, "bfloat16": tf.bfloat16, "float16": tf.float16}
 CONFIG = {"accumulate": {"accumulate_steps": 2}}
+
+
+def clip(value: Any) -> Any:
+    """Constrains the values of a variable."""
+    return tf.clip_by_value(value, -0.08, 0.08)
+
+
+def own_updates(pairs: Any, step: Any, case: str, fetches: bool) -> Any:
+    """Returns Adam with decay of the weights, without an optimizer of TensorFlow, and hooks."""
+    assignments, hooks = [step.assign_add(1)], []
+    rate = 0.01 * tf.math.rsqrt(tf.cast(step, tf.float32) + 1)
+    for gradient, variable in pairs:
+        name = variable.op.name
+        m, v = (
+            tf.compat.v1.get_variable(
+                f"{name}/{slot}",
+                variable.shape,
+                trainable=False,
+                initializer=tf.zeros_initializer(),
+            )
+            for slot in ("m", "v")
+        )
+        new_m = 0.9 * m + 0.1 * gradient
+        new_v = 0.999 * v + 0.001 * tf.square(gradient)
+        change = new_m / (tf.sqrt(new_v) + 1e-6) + 0.01 * variable
+        if case == "own_lamb":
+            change *= tf.norm(variable) / (tf.norm(change) + 1e-6)
+        if case == "own_clipped":
+            change = tf.clip_by_value(change, -0.5, 0.5)
+        if case == "own_fetched" and fetches:
+            hooks.append(train.LoggingTensorHook([change.name], 1))
+        if case == "own_summary":
+            tf.compat.v1.summary.histogram("change", change)
+        new = variable - rate * change
+        assignments += [variable.assign(new), m.assign(new_m), v.assign(new_v)]
+    return tf.group(*assignments), hooks
 
 
 class Loads(tf.estimator.SessionRunHook):
@@ -289,7 +336,12 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
     def weights(name: str, shape: list[int], seed: int) -> Any:
         initial = tf.compat.v1.keras.initializers.glorot_uniform(seed=seed)
         return tf.compat.v1.get_variable(
-            name, shape, dtype, initial, partitioner=partitioner if seed == 1 else None
+            name,
+            shape,
+            dtype,
+            initial,
+            partitioner=partitioner if seed == 1 else None,
+            constraint=clip if case == "keras_constraint" else None,
         )
 
     first, second = weights("first", [130, 301], 1), weights("second", [301, 111], 2)
@@ -320,6 +372,17 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
         pairs = estimator_ext.reduce_gradients(optimizer.compute_gradients(loss))
         clipped, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], 0.1)
         train_op = optimizer.apply_gradients(zip(clipped, [v for _, v in pairs]), step)
+    elif case.startswith("own"):
+        pairs = estimator_ext.reduce_gradients(optimizer.compute_gradients(loss))
+        if case == "own_clipped":
+            clipped, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], 0.1)
+            pairs = [(gradient, v) for gradient, (_, v) in zip(clipped, pairs)]
+        train_op, hooks = own_updates(pairs, step, case, params["is_chief"])
+    elif case == "decayed_before":  # each update waits for changes of all variables
+        pairs = optimizer.compute_gradients(loss)
+        decays = [v.assign_sub(0.01 * v, read_value=False) for _, v in pairs]
+        with tf.control_dependencies(decays):
+            train_op = optimizer.apply_gradients(pairs, step)
     elif case in ("fetched", "summary_of_one"):
         pairs = estimator_ext.reduce_gradients(optimizer.compute_gradients(loss))
         if params["is_chief"] and case == "fetched":

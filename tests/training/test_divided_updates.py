@@ -11,11 +11,14 @@ READ = ["adam_slots_read", "rows_of_ftrl_slots_read"]
 
 
 def test_checkpoints_are_those_of_undivided_updates(tmp_path: Path) -> None:
-    compare(tmp_path, ["adam", "two", "held", "reads", "slices", "slots", "thread", *READ])
+    compare(
+        tmp_path,
+        ["adam", "own_clipped", "two", "held", "reads", "slices", "slots", "thread", *READ],
+    )
 
 
 def test_over_the_network_each_rank_gets_its_part_of_the_gradients(tmp_path: Path) -> None:
-    compare(tmp_path, ["adam", "slots", "rows_of_adagrad"], communication="grpc+tcp")
+    compare(tmp_path, ["adam", "own_adam", "slots", "rows_of_adagrad"], communication="grpc+tcp")
 
 
 def test_by_default_large_updates_are_divided_on_one_host(tmp_path: Path) -> None:
