@@ -319,6 +319,13 @@ def add_control_inputs(op: tf.Operation, before: Sequence[tf.Operation]) -> None
     op._add_control_inputs(before)
 
 
+def replace_control_input(op: tf.Operation, old: tf.Operation, new: tf.Operation) -> None:
+    """Makes an existing operation wait for another one than before."""
+    before = [new if each is old else each for each in op.control_inputs]
+    op._remove_all_control_inputs()
+    op._add_control_inputs(before)
+
+
 def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Replaces an input of an existing operation by a tensor of the same dtype."""
     op._update_input(index, tensor)

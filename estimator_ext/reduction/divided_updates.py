@@ -29,7 +29,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import add_control_inputs, replace_input, replace_inputs
+from estimator_ext._tf_private import (
+    add_control_inputs,
+    control_outputs,
+    replace_control_input,
+    replace_input,
+    replace_inputs,
+)
 from estimator_ext.reduction.deferred import is_stand_in
 from estimator_ext.reduction.divided_slots import (
     DividedSlots,
@@ -38,7 +44,7 @@ from estimator_ext.reduction.divided_slots import (
     part_variable,
     share_memory,
 )
-from estimator_ext.reduction.elementwise import Update, find_updates, gradient_of, index_of
+from estimator_ext.reduction.elementwise import Update, UpdateSearch, gradient_of, index_of
 from estimator_ext.reduction.locked_reads import Window, make_readable
 from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import all_gather_json
@@ -108,14 +114,14 @@ def _chosen(
     least_bytes: int,
 ) -> list[_Group]:
     """Agrees on the updates that are divided. Collective: all ranks must call it."""
-    found = find_updates(targets, communicator.on_one_host)
-    updates, alone = _on_all_ranks(found, communicator, reduction)
+    search = UpdateSearch(targets, communicator.on_one_host)
+    updates, alone = _on_all_ranks(search, communicator, reduction)
     groups = _group(updates, alone, communicator, reduction)
-    dense = [each for group in groups for each in group.updates if not each.has_rows]
+    dense = [each for group in groups for each in group.updates if not each.is_sparse]
     if sum(each.nbytes for each in dense) < least_bytes:
         groups = []
     texts = {
-        each.variable.op.name: f"{each.spec} in group {number}"
+        each.variable.op.name: f"{each.spec} in group {number}, slots {each.names_of_slots}"
         + (", scattered" if group.sums else "")
         for number, group in enumerate(groups)
         for each in group.updates
@@ -125,7 +131,7 @@ def _chosen(
 
 
 def _on_all_ranks(
-    updates: Sequence[Update], communicator: hostopt.Communicator, reduction: Any
+    search: UpdateSearch, communicator: hostopt.Communicator, reduction: Any
 ) -> tuple[list[Update], dict[str, Update]]:
     """Agrees on the updates that all ranks can divide; one rank may have more users of a value.
 
@@ -134,19 +140,21 @@ def _on_all_ranks(
     Returns:
       The updates, and those that alone use a sum of gradients, by the name of the sum.
     """
+    updates = search.find()
+    local: dict[str, list[str]] = {each.variable.op.name: [] for each in updates}
     of_op = {op: each for each in updates for op in each.operations}
-    local: dict[str, str | None] = {each.variable.op.name: None for each in updates}
     for name, total in reduction.deferred.sums.items():
         user = _only_user(total, of_op)
         if user is not None:
-            local[user.variable.op.name] = name
+            local[user.variable.op.name].append(name)
     of_ranks = all_gather_json(communicator, local, "the updates that each rank can divide")
     common = [e for e in updates if all(e.variable.op.name in each for each in of_ranks)]
+    common = search.in_order(common)
     alone: dict[str, Update] = {}
     for each in common:
-        names = {of_rank[each.variable.op.name] for of_rank in of_ranks}
-        if len(names) == 1 and None not in names:
-            alone[names.pop()] = each
+        first, *others = (of_rank[each.variable.op.name] for of_rank in of_ranks)
+        if len(first) == 1 and all(names == first for names in others):
+            alone[first[0]] = each
     return common, alone
 
 
@@ -174,8 +182,8 @@ def _group(
                 del left[each]
     others: dict[Any, list[Update]] = {}
     for each in left:
-        if each.spec.nbytes >= (_MIN_ROWS_BYTES if each.has_rows else _MIN_BYTES):
-            key = each.level, each.spec.dtype, each.unit_bytes, each.has_rows
+        if each.spec.nbytes >= (_MIN_ROWS_BYTES if each.is_sparse else _MIN_BYTES):
+            key = each.level, each.spec.dtype, each.unit_bytes, each.is_sparse
             others.setdefault(key, []).append(each)
     for (_, _, unit_bytes, _), group in others.items():
         specs = tuple(each.spec for each in group)
@@ -190,11 +198,14 @@ def _only_user(total: tf.Tensor, updates: Mapping[tf.Operation, Update]) -> Upda
     todo = [total]
     while todo:
         for op in todo.pop().consumers():
+            update = updates.get(op)
+            if control_outputs(op) and (update is None or op not in update.writes):
+                return None
             if is_stand_in(op):
                 continue
-            if op not in updates or updates[op].has_rows:
+            if update is None or update.by_rows or update.variable.shape != total.shape:
                 return None
-            found.add(updates[op])
+            found.add(update)
             todo += op.outputs
     return found.pop() if len(found) == 1 else None
 
@@ -207,11 +218,11 @@ def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlo
     names = [slot.op.name for each in updates for slot in each.slots]
     shared = [slots.shared[name] for name in names if name in slots.shared]
     parts_of_slots = [each.part for each in shared]
-    divided = DividedUpdate(communicator, group.layout, parts_of_slots, updates[0].has_rows)
+    divided = DividedUpdate(communicator, group.layout, parts_of_slots, updates[0].is_sparse)
     slots.updates.append(divided)
     dtypes = [each.dtype.base_dtype for each in variables]
     rows = []  # that ranks send to each other
-    if updates[0].has_rows and not communicator.on_one_host:
+    if updates[0].is_sparse and not communicator.on_one_host:
         rows = [op.inputs[index_of(op, "indices")] for op in writes]
     parts = group.layout.parts[communicator.rank]
 
@@ -242,7 +253,7 @@ def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlo
                 "begin",
             )
         new_parts = [
-            _use_part(*each)
+            _use_part(*each, end)
             for each in zip(updates, parts, memory, group.sums or [None] * len(updates))
         ]
         with tf.control_dependencies(writes):
@@ -264,7 +275,7 @@ def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlo
 
 
 def _use_part(
-    update: Update, part: slice, memory: tf.Tensor, total: tf.Tensor | None
+    update: Update, part: slice, memory: tf.Tensor, total: tf.Tensor | None, end: tf.Operation
 ) -> tf.Tensor:
     """Makes an update change a part of the variable and its slots, and returns that part.
 
@@ -280,19 +291,29 @@ def _use_part(
     new = _parts_of_inputs(update, part, total)
     new.update((slot.handle.ref(), part_variable(slot, shape)) for slot in update.slots)
     new[variable.handle.ref()] = ours
-    before = [assigned]
+    copies: dict[tf.Operation, tf.Operation] = {}
     for op in update.between:
-        copy = _copy(op, [new.get(tensor.ref(), tensor) for tensor in op.inputs], assigned)
-        new.update((old.ref(), output) for old, output in zip(op.outputs, copy.outputs))
-        if op in update.first_reads:
-            before.append(copy)
+        inputs = [new.get(tensor.ref(), tensor) for tensor in op.inputs]
+        before = [copies.get(each, each) for each in op.control_inputs]
+        with tf.control_dependencies([*before, assigned]):
+            copies[op] = _copy(op, inputs)
+        for old, output in zip(op.outputs, copies[op].outputs):
+            # an assignment, or an operation that writes into its input, would take the memory
+            is_read = op.type == "ReadVariableOp"
+            new[old.ref()] = tf.raw_ops.DeepCopy(x=output) if is_read else output
     for op in writes:
-        add_control_inputs(op, before)
+        for each in op.control_inputs:
+            if each in copies:
+                replace_control_input(op, each, copies[each])
+        add_control_inputs(op, [assigned, *(copies[each] for each in update.first_reads)])
         for index, tensor in enumerate(op.inputs):
             if tensor.ref() in new:
                 value = new[tensor.ref()]
                 is_handle = value.dtype == tf.resource
                 replace_input(op, index, value if is_handle else of_unknown_shape(value))
+    for each in filter(update.dependent.__contains__, update.between):
+        for op in control_outputs(each):
+            replace_control_input(op, each, copies[each] if op in update.inside else end)
     _refuse_fetches(update, total)
     with tf.control_dependencies(writes):  # [U4]
         return _read_in_place(ours, dtype)
@@ -303,31 +324,35 @@ def _parts_of_inputs(update: Update, part: slice, total: tf.Tensor | None) -> di
     new = {}
     if total is not None:
         new[total.ref()] = of_unknown_shape(total)
+    width = math.prod(update.row)
+    start, stop = part.start // width, part.stop // width
     for op, index in update.whole:
         tensor = op.inputs[index]
         if tensor.ref() not in new:
-            new[tensor.ref()] = tf.reshape(tensor, [-1])[part]
-    if update.has_rows:
-        (op,) = update.writes
-        indices, gradient = op.inputs[index_of(op, "indices")], op.inputs[gradient_of(op)]
-        width = math.prod(update.row)
-        start, stop = part.start // width, part.stop // width
-        rows = tf.reshape(tf.where((indices >= start) & (indices < stop)), [-1])
-        new[indices.ref()] = tf.gather(indices, rows) - start
-        new[gradient.ref()] = tf.gather(gradient, rows)
+            flat_or_rows = tensor if update.by_rows else tf.reshape(tensor, [-1])
+            new[tensor.ref()] = flat_or_rows[start:stop]
+    if not update.is_kernel:  # a slice is in the memory of the whole: see `_use_part`
+        new = {key: tf.raw_ops.DeepCopy(x=value) for key, value in new.items()}
+    rows: dict[Any, tf.Tensor] = {}
+    for op in update.by_rows:
+        indices, values = op.inputs[index_of(op, "indices")], op.inputs[gradient_of(op)]
+        if indices.ref() not in rows:
+            is_own = (indices >= start) & (indices < stop)
+            rows[indices.ref()] = tf.reshape(tf.where(is_own), [-1])
+            new[indices.ref()] = tf.gather(indices, rows[indices.ref()]) - start
+        new[values.ref()] = tf.gather(values, rows[indices.ref()])
     return new
 
 
-def _copy(op: tf.Operation, inputs: Sequence[tf.Tensor], assigned: tf.Operation) -> tf.Operation:
+def _copy(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
     attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
     dtypes = [output.dtype for output in op.outputs]
-    with tf.control_dependencies([*op.control_inputs, assigned]):
-        return op.graph.create_op(op.type, inputs, dtypes, attrs=attributes, name=op.type)
+    return op.graph.create_op(op.type, inputs, dtypes, attrs=attributes, name=op.type)
 
 
 def _refuse_fetches(update: Update, total: tf.Tensor | None) -> None:
     """Makes it an error to fetch what would have to be computed from parts."""
-    variable, reads = update.variable, [op for op in update.between if update.reads(op)]
+    variable, reads = update.variable, [op for op in update.between if update.is_late_read(op)]
     if total is None and not reads:
         return
     text = (

@@ -5,15 +5,17 @@
     scalars, such as the learning rate  /
 
 A kernel of TensorFlow's optimizers is one write; other optimizers compute the new values of the
-variable and its slots by many operations, and assign them. A kernel with a sparse gradient updates
-rows that each depend only on their own.
+variable and its slots by many operations, and assign them. With a sparse gradient each row depends
+only on the values of this row.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,13 +23,15 @@ import tensorflow as tf
 
 from estimator_ext._tf_private import control_flow_context, control_outputs
 from estimator_ext.graphs.operation_kinds import READS, arguments
-from estimator_ext.graphs.walks import depends_on, runs_after, runs_before, users, walk
+from estimator_ext.graphs.walks import runs_before, users, walk
 from estimator_ext.reduction.locked_reads import can_lock, initializing
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, TensorSpec
 from hostopt.tensorflow.background import HOST_DEVICE
 
 _ROW_KERNELS = "ResourceSparseApply"  # with sparse gradients
 _KERNELS = ("ResourceApply", _ROW_KERNELS)
+_SCATTERS = ("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterUpdate")
+_BY_ROWS = (_ROW_KERNELS, *_SCATTERS)
 _ASSIGNMENTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 _ELEMENTWISE = re.compile(
     r"Add(V2|N)?|Sub|Mul(NoNan)?|(Real)?Div(NoNan)?|Neg|Abs|Sign|Square(dDifference)?|R?[Ss]qrt"
@@ -48,6 +52,10 @@ class Update:
     between: list[tf.Operation] = field(default_factory=list)
     # reads among these of the variable before all writes; others may use them, such as forward
     first_reads: list[tf.Operation] = field(default_factory=list)
+    # those between that depend on other reads; only operations of the update use their values
+    dependent: set[tf.Operation] = field(default_factory=set)
+    # operations of others that run after a write and before another operation of the update
+    inside: set[tf.Operation] = field(default_factory=set)
     # inputs of these operations that are neither scalars nor computed by them
     whole: list[tuple[tf.Operation, int]] = field(default_factory=list)
     level: int = 0  # number of updates in the longest chain before it
@@ -61,28 +69,43 @@ class Update:
         """Returns True for the variable and its slots."""
         return any(variable is each for each in [self.variable, *self.slots])
 
-    def reads(self, op: tf.Operation) -> bool:
-        """Returns True for an operation between that reads a value after the update has begun."""
+    def is_late_read(self, op: tf.Operation) -> bool:
+        """Returns True for a read between of a value that a write may have changed."""
         handles = [each.handle for each in [self.variable, *self.slots]]
-        is_read = op.type == "ReadVariableOp" and any(op.inputs[0] is each for each in handles)
-        return is_read and op not in self.first_reads
+        is_own = op.type == "ReadVariableOp" and any(op.inputs[0] is each for each in handles)
+        return is_own and op not in self.first_reads
 
     @property
     def ready(self) -> list[tf.Operation]:
         """The operations that must have run before the update."""
-        own = set(self.operations)
+        others = {*self.operations, *self.inside}
         before = dict.fromkeys(each for op in self.operations for each in runs_before(op))
-        return [*self.first_reads, *(each for each in before if each not in own)]
+        return [*self.first_reads, *(each for each in before if each not in others)]
 
     @property
-    def has_rows(self) -> bool:
-        """True if the gradient is sparse, so that whole rows are divided."""
+    def names_of_slots(self) -> list[str]:
+        """The names of the slots."""
+        return [each.op.name for each in self.slots]
+
+    @property
+    def is_kernel(self) -> bool:
+        """True if a kernel of TensorFlow makes the whole update."""
+        return not self.between and all(op.type.startswith(_KERNELS) for op in self.writes)
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if only the rows of a sparse gradient change."""
         return bool(self.writes[0].type.startswith(_ROW_KERNELS))
+
+    @property
+    def by_rows(self) -> list[tf.Operation]:
+        """The writes that take some rows; if there are any, whole rows are divided."""
+        return [op for op in self.writes if op.type.startswith(_BY_ROWS)]
 
     @property
     def row(self) -> list[int]:
         """Shape of what is not divided: an element, or a row."""
-        return self.variable.shape[1:].as_list() if self.has_rows else []
+        return self.variable.shape[1:].as_list() if self.by_rows else []
 
     @property
     def unit_bytes(self) -> int:
@@ -107,21 +130,18 @@ class Update:
 
 
 def index_of(op: tf.Operation, *names: str) -> int:
-    """Returns the index of an input of a kernel, which has one of these names."""
+    """Returns the index of an input of a write, which has one of these names."""
     return next(i for i, (name, _, _) in enumerate(arguments(op)) if name in names)
 
 
 def gradient_of(op: tf.Operation) -> int:
-    """Returns the index of the gradient among the inputs of a kernel."""
-    return index_of(op, "delta", "grad")
+    """Returns the index of the gradient, or of its rows, among the inputs of a write."""
+    return index_of(op, "delta", "grad", "updates")
 
 
-def find_updates(targets: Sequence[tf.Operation], on_one_host: bool) -> list[Update]:
-    """Finds the updates of a step that can be divided, sorted by the name of the variable."""
-    return _Search(targets, on_one_host).run()
+class UpdateSearch:
+    """The updates of a step that can be divided."""
 
-
-class _Search:
     def __init__(self, targets: Sequence[tf.Operation], on_one_host: bool) -> None:
         self._order = walk(targets)
         self._positions = {op: position for position, op in enumerate(self._order)}
@@ -135,22 +155,73 @@ class _Search:
         self._variables = {v.handle.op: v for v in everything}
         self._trained = {v.handle.op for v in tf.compat.v1.trainable_variables()}
 
-    def run(self) -> list[Update]:
+    def find(self) -> list[Update]:
+        """Finds the updates, sorted by the name of the variable."""
         updates: dict[tf.Operation, Update] = {}  # by write
         tried: set[tf.Operation] = set()
-        for op in self._order:
-            if not _is_write(op):
-                continue
+        for op in filter(_is_write, self._order):
             handle = op.inputs[0].op
-            if op.type in _ASSIGNMENTS and handle not in self._trained:
+            if not op.type.startswith(_KERNELS) and handle not in self._trained:
                 continue
             if handle in self._variables and handle not in tried:
                 tried.add(handle)
                 update = self._find(self._variables[handle])
                 if update is not None and updates.keys().isdisjoint(update.writes):
                     updates.update(dict.fromkeys(update.writes, update))
-        found = list(dict.fromkeys(updates.values()))
-        return sorted(self._with_levels(found), key=lambda each: each.variable.op.name)
+        return sorted(dict.fromkeys(updates.values()), key=lambda each: each.variable.op.name)
+
+    def in_order(self, updates: Sequence[Update]) -> list[Update]:
+        """Sets the levels of updates, and returns those that do not wait for themselves."""
+        ends = {
+            op: 1 << number
+            for number, each in enumerate(updates)
+            for op in (*each.writes, *each.dependent)
+        }
+        waits: dict[tf.Operation, int] = {}  # bits of the updates of which it waits for an end
+        for op in self._order:
+            bits = 0
+            for each in runs_before(op):
+                bits |= waits.get(each, 0) | ends.get(each, 0)
+            if bits:
+                waits[op] = bits
+        insides = [self._inside(each, waits, 1 << i) for i, each in enumerate(updates)]
+        if None in insides:
+            return self.in_order(
+                [each for each, found in zip(updates, insides) if found is not None]
+            )
+        needs = []
+        for number, (each, inside) in enumerate(zip(updates, insides)):
+            each.inside = inside or set()
+            own = [waits.get(op, 0) for op in each.operations]
+            needs.append(functools.reduce(operator.or_, own) & ~(1 << number))
+        for middle in range(len(needs)):  # Warshall's algorithm
+            for number in range(len(needs)):
+                if needs[number] >> middle & 1:
+                    needs[number] |= needs[middle]
+        kept = [i for i in range(len(updates)) if not needs[i] >> i & 1]
+        for number in sorted(kept, key=lambda i: bin(needs[i]).count("1")):
+            levels = [updates[i].level + 1 for i in kept if needs[number] >> i & 1]
+            updates[number].level = max(levels, default=0)
+        return [updates[i] for i in kept]
+
+    def _inside(
+        self, update: Update, waits: Mapping[tf.Operation, int], bit: int
+    ) -> set[tf.Operation] | None:
+        """Returns None if an operation inside an update may wait for the end of the update."""
+        found: set[tf.Operation] = set()
+        todo = [each for op in update.operations for each in runs_before(op)]
+        own = set(update.operations)
+        while todo:
+            op = todo.pop()
+            if op in own or op in found or not waits.get(op, 0) & bit:
+                continue
+            is_scalar = _is_computed(op) and op.outputs[0].shape.rank == 0
+            is_shared = any(self._is_trained(each) for each in self._variables_of(op))
+            if op.type not in ("NoOp", "Const") and (not is_scalar or is_shared):
+                return None
+            found.add(op)
+            todo += runs_before(op)
+        return found
 
     def _find(self, variable: tf.Variable) -> Update | None:
         """Returns the update of a variable if it can be divided."""
@@ -165,8 +236,6 @@ class _Search:
                 return None
             found.add(op)
             todo += self._sources(op, update)
-            if not _is_write(op) and op.outputs[0].shape != variable.shape:
-                continue
             for each in self._variables_of(op):
                 if each is None:
                     return None
@@ -176,7 +245,11 @@ class _Search:
         in_order = sorted(found, key=self._positions.__getitem__)
         update.writes = [op for op in in_order if _is_write(op)]
         update.between = [op for op in in_order if not _is_write(op)]
-        update.first_reads = self._first_reads(update)
+        for op in update.between:
+            is_read = op.type == "ReadVariableOp" and op.inputs[0] is variable.handle
+            is_passed = op.type == "Identity" and op.inputs[0].op in update.first_reads
+            if is_passed or (is_read and op not in self._after_writes):
+                update.first_reads.append(op)
         return update if self._can_divide(update) else None
 
     def _changes(self, variable: tf.Variable) -> list[tf.Operation]:
@@ -189,46 +262,35 @@ class _Search:
     def _variables_of(self, op: tf.Operation) -> list[tf.Variable | None]:
         return [self._variables.get(tensor.op) for _, tensor, is_it in arguments(op) if is_it]
 
+    def _is_trained(self, variable: tf.Variable | None) -> bool:
+        return variable is None or variable.handle.op in self._trained
+
     def _sources(self, op: tf.Operation, update: Update) -> list[tf.Operation]:
         """Returns the operations of an update that compute inputs of one, and notes the others."""
-        sources: list[tf.Operation] = []
-        if op.type.startswith(_ROW_KERNELS):
-            return sources
-        may_be_whole = range(len(op.inputs))
-        if op.type.startswith(_KERNELS):  # all others are scalars
-            may_be_whole = range(gradient_of(op), gradient_of(op) + 1)
+        if op.type == "ReadVariableOp" or op.type.startswith(_BY_ROWS):
+            return []
+        sources = []
         for index, tensor in enumerate(op.inputs):
-            if tensor.dtype == tf.resource:
-                continue
-            if tensor.shape.rank == 0:
-                if tensor.op in self._after_writes and _is_computed(tensor.op):
-                    sources.append(tensor.op)  # it may wait for a write of this update
-            elif index in may_be_whole:
-                if self._is_of_update(tensor, update):
-                    sources.append(tensor.op)
-                else:
-                    update.whole.append((op, index))
+            if op.type.startswith(_KERNELS):  # all other inputs are scalars
+                is_whole = index == gradient_of(op)
+            else:
+                is_whole = tensor.dtype != tf.resource and tensor.shape.rank != 0
+            if is_whole and self._is_of_update(tensor, update):
+                sources.append(tensor.op)
+            elif is_whole:
+                update.whole.append((op, index))
         return sources
 
     def _is_of_update(self, tensor: tf.Tensor, update: Update) -> bool:
-        if tensor.shape != update.variable.shape:
+        """Returns True if a part of a tensor is computed from parts."""
+        shape = update.variable.shape
+        if tensor.shape != shape or not _is_computed(tensor.op):
             return False
         if tensor.op.type != "ReadVariableOp":
-            return _is_computed(tensor.op)
+            return all(each.shape.rank == 0 or each.shape == shape for each in tensor.op.inputs)
         (read,) = self._variables_of(tensor.op)
-        is_own = read is update.variable or tensor.op.inputs[0].op not in self._trained
-        return read is not None and is_own and bool(self._changes(read))
-
-    def _first_reads(self, update: Update) -> list[tf.Operation]:
-        found: list[tf.Operation] = []
-        for op in update.between:
-            if op.type == "ReadVariableOp":
-                is_of_variable = op.inputs[0] is update.variable.handle
-                if is_of_variable and not depends_on([op], update.writes):
-                    found.append(op)
-            elif op.type == "Identity" and op.inputs[0].op in found:
-                found.append(op)
-        return found
+        is_own = read is update.variable or not self._is_trained(read)
+        return is_own and bool(self._changes(read))
 
     def _can_divide(self, update: Update) -> bool:
         """Returns True if nothing else in the step changes the variable or its slots.
@@ -238,11 +300,11 @@ class _Search:
         variable, slots, writes = update.variable, update.slots, update.writes
         if not variable.device.endswith(HOST_DEVICE) or not variable.shape.is_fully_defined():
             return False
-        if any(each.shape != variable.shape for each in slots):
+        if any(each.shape != variable.shape or not _has_own_initial(each) for each in slots):
             return False
         if not all(map(control_outputs, writes)):
             return False  # a hook may run one by itself, without [U6]
-        if any(op.type.startswith(_ROW_KERNELS) for op in writes) and len(update.operations) > 1:
+        if variable.shape.rank == 0 and not update.is_kernel:
             return False
         for each in [variable, *(slots if self._on_one_host else ())]:
             users_of = (op for op in each.handle.consumers() if op not in self._starts)
@@ -252,42 +314,41 @@ class _Search:
         others = [op for each in slots for op in self._users(each, reads)]
         if not set(update.operations).issuperset([*self._changes(variable), *others]):
             return False
-        return self._is_closed(update)
+        return self._has_parts(update) and self._is_closed(update)
 
-    def _is_closed(self, update: Update) -> bool:
-        """Returns True if all that depends on other reads of values goes to the writes only."""
+    def _has_parts(self, update: Update) -> bool:
+        """Returns True if what enters an update can be divided as the variable is."""
         for op, index in update.whole:
             is_kernel = op.type.startswith(_KERNELS)
             if not is_kernel and op.inputs[index].shape != update.variable.shape:
                 return False
-        depends: set[tf.Operation] = set()
+        if update.is_sparse:
+            return update.is_kernel and len(update.writes) == 1
+        for op in update.by_rows:
+            is_list = op.inputs[index_of(op, "indices")].shape.rank == 1
+            has_rows = op.inputs[gradient_of(op)].shape.rank == update.variable.shape.rank
+            # beyond one host all rows change, and would have to travel
+            if not (is_list and has_rows and self._on_one_host):
+                return False
+        return True
+
+    def _is_closed(self, update: Update) -> bool:
+        """Notes what depends on late reads, and returns True if nothing else uses it."""
+        own = set(update.operations)
         for op in update.between:
-            if update.reads(op) or any(tensor.op in depends for tensor in op.inputs):
-                depends.add(op)
-                if control_outputs(op) or not set(update.operations).issuperset(runs_after(op)):
+            if update.is_late_read(op) or any(e.op in update.dependent for e in op.inputs):
+                update.dependent.add(op)
+                if any(not own.issuperset(output.consumers()) for output in op.outputs):
                     return False
         return True
 
-    def _with_levels(self, updates: Sequence[Update]) -> list[Update]:
-        """Sets the levels, and returns the updates without those that wait for themselves."""
-        of_op = {op: each for each in updates for op in each.operations}
-        writes = {op for each in updates for op in each.writes}
-        rising = list(updates)
-        for _ in range(len(updates) + 1):
-            if not rising:
-                return list(updates)
-            rising, levels = [], dict.fromkeys(self._order, 0)
-            for op in self._order:
-                own = of_op.get(op)
-                for each in runs_before(op):
-                    is_other = each in writes and of_op[each] is not own
-                    levels[op] = max(levels[op], levels.get(each, 0) + is_other)
-                if own is not None:
-                    levels[op] = max(levels[op], own.level)
-                    if levels[op] > own.level:
-                        own.level = levels[op]
-                        rising.append(own)
-        return self._with_levels([each for each in updates if each not in rising])
+
+def _has_own_initial(slot: tf.Variable) -> bool:
+    """Returns True if the initial value of a slot is the same whenever it is computed."""
+    initializer = slot.initializer
+    if initializer.type != "AssignVariableOp":
+        return True
+    return not any(op.op_def.is_stateful for op in walk([initializer.inputs[1].op]))
 
 
 def _is_computed(op: tf.Operation) -> bool:
@@ -295,4 +356,4 @@ def _is_computed(op: tf.Operation) -> bool:
 
 
 def _is_write(op: tf.Operation) -> bool:
-    return op.type.startswith(_KERNELS) or op.type in _ASSIGNMENTS
+    return op.type.startswith(_KERNELS) or op.type in (*_ASSIGNMENTS, *_SCATTERS)

@@ -14,19 +14,21 @@ LARGE = ["first", "second"]
 # with optimizers that update single rows
 ROWS = ["adadelta", "adagrad", "ftrl", "keras", "momentum", "rmsprop"]
 ROWS = [f"rows_of_{each}" for each in [*ROWS, "adagrad_held", "adagrad_loaded"]]
+# with optimizers that also change the slots of all other rows
+SOME_ROWS = ["embedding", "rows_of_keras_adam"]
 # the gradients of two ranks are so few bytes that they travel in one exchange, not in a bucket
 DIVIDED_BY_TWO = {"float16": LARGE, "bfloat16": LARGE}
-DIVIDED_OVER_NETWORK = {"slots": ["first"]}  # a summary shows a slot of the second
+DIVIDED_OVER_NETWORK = {"slots": ["first"], **dict.fromkeys(SOME_ROWS, ALL)}
 DIVIDED = {
     "clipped": LARGE,  # the norm needs whole gradients, and the last variable is small
     "summary_of_one": LARGE,  # rank 0 has a summary of a gradient
     "empty": ["empty", *ALL],
-    **{each: [*ALL, "table_4", "table_7"] for each in [*ROWS, "rows_of_ftrl_slots_read"]},
+    **{each: [*ALL, "table_4", "table_7"] for each in [*ROWS, *SOME_ROWS]},
+    "rows_of_ftrl_slots_read": [*ALL, "table_4", "table_7"],
     "slices": [*ALL, "wide"],
     "two": LARGE,  # one update waits for the others
     "skipped": [],  # each update is in a branch
     "decayed_before": [],  # the updates wait for each other
-    "keras_constraint": [],  # an operation that is no part of the update waits for its first write
     "own_clipped": LARGE,
     "own_lamb": [],
     "own_summary": [],

@@ -52,6 +52,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "rows_of_rmsprop": lambda: train.RMSPropOptimizer(0.01, momentum=0.9),
     "rows_of_adadelta": lambda: train.AdadeltaOptimizer(0.5),
     "rows_of_keras": lambda: keras.Adagrad(0.1),
+    "rows_of_keras_adam": lambda: keras.Adam(0.01),
     "keras_adam": lambda: keras.Adam(0.01, amsgrad=True),
     "keras_adamax": lambda: keras.Adamax(0.01),
     "keras_constraint": lambda: keras.Adam(0.01),
