@@ -15,8 +15,8 @@ import contextlib
 import ctypes
 import itertools
 import mmap
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -30,7 +30,7 @@ from hostopt.collectives.host_memory import BLOCK_BYTES
 from hostopt.collectives.shared_memory import channel_bytes
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, padded
 from hostopt.gradients.divided_update import DividedUpdate
-from hostopt.tensorflow.checksums import nbytes_of
+from hostopt.tensorflow.checksums import in_parts, nbytes_of
 
 _log = tf.get_logger()
 
@@ -64,14 +64,6 @@ class _Slot:
             replace_input(whole.initializer, 1, of_unknown_shape(tf.zeros(EMPTY, self.dtype)))
         self.release = ops.DestroyResourceOp(resource=whole.handle, ignore_lookup_error=True)
 
-    def begin(self, session: tf.compat.v1.Session) -> None:
-        """Gives rank 0 the whole slot if no checkpoint has."""
-        if self.initial is not None and session.run(self.value).shape == EMPTY:
-            value = tf.get_static_value(self.initial)  # a session would keep a constant
-            if value is None:
-                value = session.run(self.initial)
-            _assign(session, self.whole, value)
-
 
 class _PrivateSlot(_Slot):
     """A slot of ranks on several hosts."""
@@ -80,29 +72,28 @@ class _PrivateSlot(_Slot):
         super().__init__(whole, shape)
         ops = tf.raw_ops
         self._parts = parts  # by rank
-        self._value_of_part = ops.ReadVariableOp(resource=self.handle_of_part, dtype=self.dtype)
+        self.value_of_part = ops.ReadVariableOp(resource=self.handle_of_part, dtype=self.dtype)
         self._new_part = tf.compat.v1.placeholder(self.dtype, shape)
-        self._set_part = ops.AssignVariableOp(
+        self.set_part = ops.AssignVariableOp(
             resource=self.handle_of_part, value=ops.DeepCopy(x=self._new_part)
         )
 
-    def divide(self, session: tf.compat.v1.Session, communicator: hostopt.Communicator) -> None:
-        """Gives each rank its part of the slot of rank 0."""
+    def scatter(
+        self, value: Array | None, communicator: hostopt.Communicator
+    ) -> dict[tf.Tensor, Array]:
+        """Returns the value of the placeholder of `set_part`, from the whole slot of rank 0."""
         parts = []
-        if communicator.rank == 0:
-            flat = session.run(self.value).reshape(-1)
+        if value is not None:
+            flat = value.reshape(-1)
             parts = [flat[part].tobytes() for part in self._parts]
         data = communicator.scatter_bytes(parts, self.name)
         part = np.frombuffer(data, self.dtype.as_numpy_dtype)
-        session.run(self._set_part, {self._new_part: part.reshape(self._new_part.shape)})
-        session.run(self.release)
+        return {self._new_part: part.reshape(self._new_part.shape)}
 
-    def gather(self, session: tf.compat.v1.Session, communicator: hostopt.Communicator) -> None:
-        """Gives rank 0 the whole slot."""
-        part = session.run(self._value_of_part)
+    def gather(self, part: Array, communicator: hostopt.Communicator) -> Array:
+        """Returns the whole slot on rank 0, and an empty array on the others."""
         parts = communicator.gather_bytes(part.tobytes(), self.name)
-        if parts:
-            _assign(session, self.whole, np.frombuffer(b"".join(parts), part.dtype))
+        return np.frombuffer(b"".join(parts), part.dtype)
 
 
 class SharedSlot(_Slot):
@@ -115,49 +106,32 @@ class SharedSlot(_Slot):
         ops = tf.raw_ops
         more = ALIGNMENT_BYTES // memory.itemsize
         size = memory.size - more
-        self._memory = memory[:size].reshape(whole.shape)
+        self.memory = memory[:size].reshape(whole.shape)
         self.read = tf.compat.v1.get_default_graph().as_graph_element(whole).op
         self.part = memory[parts[rank]]  # which this rank updates
         # TensorFlow updates a slice in place; a slice of all elements would be the array itself
         self._part_and_more = memory[parts[rank].start : parts[rank].stop + more]
         self._new_part = tf.compat.v1.placeholder(self.dtype, [None])
         part = tf.reshape(self._new_part[:-more], shape)
-        self._set_part = ops.AssignVariableOp(resource=self.handle_of_part, value=part)
+        self.set_part = ops.AssignVariableOp(resource=self.handle_of_part, value=part)
         # the whole slot, for reads under a lock
         self.readable = ops.VarHandleOp(
             dtype=self.dtype, shape=whole.shape, shared_name=f"divided_slots/{whole.op.name}"
         )
         self._new_whole = tf.compat.v1.placeholder(self.dtype, whole.shape)
-        self._set_readable = ops.AssignVariableOp(resource=self.readable, value=self._new_whole)
+        self.set_readable = ops.AssignVariableOp(resource=self.readable, value=self._new_whole)
 
-    def begin(self, session: tf.compat.v1.Session) -> None:
-        """Moves the whole slot of rank 0 to the memory."""
-        super().begin(session)
-        np.copyto(self._memory, session.run(self.value).reshape(self._memory.shape))
-        self._assign_whole(session)
-        self._make_readable(session)
-
-    def divide(self, session: tf.compat.v1.Session, communicator: hostopt.Communicator) -> None:
-        """Gives each rank its part of the memory, to which rank 0 has moved the slot."""
-        del communicator
-        self._make_readable(session)
-        session.run(self._set_part, {self._new_part: self._part_and_more})
-        session.run(self.release)
-
-    def gather(self, session: tf.compat.v1.Session, communicator: hostopt.Communicator) -> None:
-        """Gives rank 0 the whole slot."""
-        if communicator.rank == 0:
-            self._assign_whole(session)
+    @property
+    def feeds(self) -> dict[tf.Tensor, Array]:
+        """Values of the placeholders of `set_part` and `set_readable`."""
+        return {self._new_part: self._part_and_more, self._new_whole: self.memory}
 
     def close(self) -> None:
         """Frees the memory, which the graph would keep until it is collected."""
-        self._memory = self.part = self._part_and_more = np.empty(0)
+        self.memory = self.part = self._part_and_more = np.empty(0)
 
-    def _assign_whole(self, session: tf.compat.v1.Session) -> None:
-        assign(session, [self.whole], [self._memory])
 
-    def _make_readable(self, session: tf.compat.v1.Session) -> None:
-        session.run(self._set_readable, {self._new_whole: self._memory})
+_S = TypeVar("_S", bound=_Slot)
 
 
 class DividedSlots:
@@ -176,26 +150,49 @@ class DividedSlots:
         rank = communicator.rank
         shared = [SharedSlot(*each, part, rank) for each, part in zip(slots, memory)]
         self.shared = {each.whole.op.name: each for each in shared}
-        self._slots: list[SharedSlot | _PrivateSlot] = [*shared]
-        if not shared:
-            self._slots += [_PrivateSlot(*each) for each in slots]
+        self._private = [] if shared else [_PrivateSlot(*each) for each in slots]
+        self._slots: list[_Slot] = [*shared, *self._private]
         self.names = {each.whole.op.name for each in self._slots}
         self.updates: list[DividedUpdate] = []
         self._is_gathered = False
 
+    # A run of a session takes long in a large graph, so each is for many slots.
+
     def initialize(self, session: tf.compat.v1.Session) -> None:
         """Gives rank 0 the whole slots that no checkpoint has, before hooks may save them."""
-        for each in self._slots if self._communicator.rank == 0 else ():
-            each.begin(session)
+        if self._communicator.rank != 0:
+            return
+        for slots in _in_batches(self._slots):
+            values = session.run([each.value for each in slots])
+            new = [
+                each
+                for each, value in zip(slots, values)
+                if each.initial is not None and value.shape == EMPTY
+            ]
+            _assign(session, [each.whole for each in new], _initial_values(session, new))
+        for shared in _in_batches(list(self.shared.values())):
+            for each, value in zip(shared, session.run([each.value for each in shared])):
+                np.copyto(each.memory, value.reshape(each.memory.shape))
+            self._assign_shared(session, shared)
+            session.run([e.set_readable for e in shared], _merged(e.feeds for e in shared))
 
     def divide(self, session: tf.compat.v1.Session) -> None:
         """Gives each rank its parts of the slots of rank 0. Collective: all ranks must call it."""
         if self.shared:  # rank 0 has filled the memory
             self._communicator.barrier("the slots")
-        for each in self._slots:  # one by one, so that no rank has all slots twice
-            each.divide(session, self._communicator)
-        for variable in self._variables:  # TensorFlow uses what they leave for the gradients
-            _assign(session, variable, session.run(variable))
+        for shared in _in_batches(list(self.shared.values())):
+            operations = [op for each in shared for op in (each.set_part, each.set_readable)]
+            session.run(operations, _merged(each.feeds for each in shared))
+        for slots in _in_batches(self._private):
+            values: Sequence[Array | None] = [None] * len(slots)
+            if self._communicator.rank == 0:
+                values = session.run([each.value for each in slots])
+            feeds = [each.scatter(v, self._communicator) for each, v in zip(slots, values)]
+            session.run([each.set_part for each in slots], _merged(feeds))
+            session.run([each.release for each in slots])  # no rank has all slots twice
+        session.run([each.release for each in self.shared.values()])
+        for part in in_parts(self._variables):  # TensorFlow uses what they leave for the gradients
+            _assign(session, part, session.run(part))
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc
         if trim is not None:  # malloc returns what it keeps to the system
             trim(0)
@@ -207,15 +204,26 @@ class DividedSlots:
           hostopt.ConfigError: the program has assigned a slot.
         """
         self.release(session)  # if nothing was trained since the last save
-        for each in self._slots:
-            if session.run(each.has_value):
+        are_assigned = session.run([each.has_value for each in self._slots])
+        for each, is_assigned in zip(self._slots, are_assigned):
+            if is_assigned:
                 raise hostopt.ConfigError(
                     f"{each.name} was assigned during the training, when each rank has a part, "
                     "as the ranks divide its updates. Assign it before, by a checkpoint, or pass "
                     "shard_optimizer=False"
                 )
-            each.gather(session, self._communicator)
+        for slots in _in_batches(self._private):
+            parts = session.run([each.value_of_part for each in slots])
+            whole = [each.gather(part, self._communicator) for each, part in zip(slots, parts)]
+            if self._communicator.rank == 0:
+                _assign(session, [each.whole for each in slots], whole)
+        if self._communicator.rank == 0:
+            for shared in _in_batches(list(self.shared.values())):
+                self._assign_shared(session, shared)
         self._is_gathered = self._communicator.rank == 0
+
+    def _assign_shared(self, session: tf.compat.v1.Session, shared: Sequence[SharedSlot]) -> None:
+        assign(session, [each.whole for each in shared], [each.memory for each in shared])
 
     @property
     def _advice(self) -> str:
@@ -285,15 +293,36 @@ def share_memory(
     ]
 
 
-def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: Array) -> None:
-    """Assigns a value in memory that the system gets back when it is freed.
+def _in_batches(slots: Sequence[_S]) -> Iterator[list[_S]]:
+    by_variable = {each.whole.ref(): each for each in slots}
+    for part in in_parts([each.whole for each in slots]):
+        yield [by_variable[each.ref()] for each in part]
+
+
+def _merged(feeds: Iterable[dict[tf.Tensor, Array]]) -> dict[tf.Tensor, Array]:
+    return {tensor: value for feed in feeds for tensor, value in feed.items()}
+
+
+def _initial_values(session: tf.compat.v1.Session, slots: Sequence[_Slot]) -> list[Array]:
+    tensors = [each.initial for each in slots]
+    values = [tf.get_static_value(each) for each in tensors]  # a session would keep a constant
+    others = iter(session.run([e for e, value in zip(tensors, values) if value is None]))
+    return [next(others) if value is None else value for value in values]
+
+
+def _assign(
+    session: tf.compat.v1.Session, variables: Sequence[tf.Variable], values: Sequence[Array]
+) -> None:
+    """Assigns values in memory that the system gets back when it is freed.
 
     TensorFlow's allocator never returns its memory to the system, and malloc often keeps it.
     """
-    memory = mmap.mmap(-1, max(value.nbytes, 1))
-    copy = np.frombuffer(memory, value.dtype, value.size).reshape(variable.shape)
-    np.copyto(copy, value.reshape(variable.shape))
-    assign(session, [variable], [copy])
+    copies = []
+    for variable, value in zip(variables, values):
+        memory = mmap.mmap(-1, max(value.nbytes, 1))
+        copies.append(np.frombuffer(memory, value.dtype, value.size).reshape(variable.shape))
+        np.copyto(copies[-1], value.reshape(variable.shape))
+    assign(session, variables, copies)
 
 
 def part_variable(variable: tf.Variable, shape: list[int]) -> tf.Tensor:

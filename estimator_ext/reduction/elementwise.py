@@ -221,7 +221,7 @@ class UpdateSearch:
                 return None
             found.add(op)
             todo += runs_before(op)
-        return found
+        return None if any(waits.get(op, 0) & bit for op in update.first_reads) else found
 
     def _find(self, variable: tf.Variable) -> Update | None:
         """Returns the update of a variable if it can be divided."""
@@ -248,7 +248,8 @@ class UpdateSearch:
         for op in update.between:
             is_read = op.type == "ReadVariableOp" and op.inputs[0] is variable.handle
             is_passed = op.type == "Identity" and op.inputs[0].op in update.first_reads
-            if is_passed or (is_read and op not in self._after_writes):
+            is_first = is_passed or (is_read and op not in self._after_writes)
+            if is_first and found.isdisjoint(op.control_inputs):
                 update.first_reads.append(op)
         return update if self._can_divide(update) else None
 
@@ -325,10 +326,9 @@ class UpdateSearch:
         if update.is_sparse:
             return update.is_kernel and len(update.writes) == 1
         for op in update.by_rows:
-            is_list = op.inputs[index_of(op, "indices")].shape.rank == 1
             has_rows = op.inputs[gradient_of(op)].shape.rank == update.variable.shape.rank
             # beyond one host all rows change, and would have to travel
-            if not (is_list and has_rows and self._on_one_host):
+            if not has_rows or not self._on_one_host:
                 return False
         return True
 

@@ -31,7 +31,8 @@ DIVIDED = {
     "decayed_before": [],  # the updates wait for each other
     "own_clipped": LARGE,
     "own_lamb": [],
-    "own_summary": [],
+    "own_previous": [*LARGE, "wide"],
+    "own_summary": ["second"],  # rank 0 shows what the update of the first computes
     "partitioned": ["first/part_0", "first/part_1", "last", "second"],
 }
 

@@ -16,7 +16,15 @@ from ranks import Ranks
 OPTIMIZERS = ["sgd", "momentum", "rmsprop", "centered", "adagrad", "ftrl", "adadelta"]
 OPTIMIZERS += ["keras_adam", "keras_adamax", "keras_rmsprop", "float64", "float16", "bfloat16"]
 PROGRAMS = ["clipped", "average", "in_place", "loaded", "no_slots", "partitioned"]
-OWN = ["own_adam", "own_clipped", "own_lamb", "own_summary", "decayed", "decayed_before"]
+OWN = [
+    "own_adam",
+    "own_clipped",
+    "own_lamb",
+    "own_previous",
+    "own_summary",
+    "decayed",
+    "decayed_before",
+]
 OWN += ["keras_constraint"]
 PROGRAMS += ["accumulate", "skipped", "summary_of_one", "empty"]
 

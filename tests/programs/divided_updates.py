@@ -67,7 +67,7 @@ def clip(value: Any) -> Any:
     return tf.clip_by_value(value, -0.08, 0.08)
 
 
-def own_updates(pairs: Any, step: Any, case: str, fetches: bool) -> Any:
+def own_updates(pairs: Any, step: Any, case: str, is_chief: bool) -> Any:
     """Returns Adam with decay of the weights, without an optimizer of TensorFlow, and hooks."""
     assignments, hooks = [step.assign_add(1)], []
     rate = 0.01 * tf.math.rsqrt(tf.cast(step, tf.float32) + 1)
@@ -89,11 +89,16 @@ def own_updates(pairs: Any, step: Any, case: str, fetches: bool) -> Any:
             change *= tf.norm(variable) / (tf.norm(change) + 1e-6)
         if case == "own_clipped":
             change = tf.clip_by_value(change, -0.5, 0.5)
-        if case == "own_fetched" and fetches:
+        if case == "own_fetched" and is_chief:
             hooks.append(train.LoggingTensorHook([change.name], 1))
-        if case == "own_summary":
+        if case == "own_summary" and is_chief and name == "first":
             tf.compat.v1.summary.histogram("change", change)
         new = variable - rate * change
+        if case == "own_previous":  # a slot is the value that the variable had
+            old = tf.identity(variable)
+            new = old + 0.5 * (old - m) - rate * gradient
+            with tf.control_dependencies([new]):
+                new_m = tf.identity(old)
         assignments += [variable.assign(new), m.assign(new_m), v.assign(new_v)]
     return tf.group(*assignments), hooks
 
@@ -358,8 +363,9 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
     loss = tf.reduce_mean((tf.squeeze(hidden @ last, 1) - y) ** 2)
     if case == "empty":
         loss += tf.reduce_sum(weights("empty", [0, 7], 5))
-    if case in ("slices", "large", "no_memory", "one_gpu"):
-        wide = weights("wide", [130, 320 if case == "slices" else 1 << 14], 6)
+    if case in ("slices", "own_previous", "large", "no_memory", "one_gpu"):
+        is_small = case in ("slices", "own_previous")
+        wide = weights("wide", [130, 320 if is_small else 1 << 14], 6)  # parts are aligned
         loss += tf.reduce_mean(tf.tanh(x @ wide))
         if case == "slices":
             hooks.append(ChangesSlice(wide, params["is_chief"]))
