@@ -199,10 +199,12 @@ def _group(
 
 def _only_user(total: tf.Tensor, updates: Mapping[tf.Operation, Update]) -> Update | None:
     """Returns the update that alone uses a sum of gradients."""
-    found: set[Update] = set()
+    found: dict[tf.Operation, Update] = {}
     todo = [total]
     while todo:
         for op in todo.pop().consumers():
+            if op in found:
+                continue
             update = updates.get(op)
             is_whole = update is None or op not in (*update.writes, *update.dependent)
             if is_whole and control_outputs(op):  # what waits for it would run it
@@ -211,9 +213,10 @@ def _only_user(total: tf.Tensor, updates: Mapping[tf.Operation, Update]) -> Upda
                 continue
             if update is None or update.by_rows or update.variable.shape != total.shape:
                 return None
-            found.add(update)
+            found[op] = update
             todo += op.outputs
-    return found.pop() if len(found) == 1 else None
+    users = set(found.values())
+    return users.pop() if len(users) == 1 else None
 
 
 def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlots) -> Window:
@@ -311,7 +314,8 @@ def _use_part(
         for each in op.control_inputs:
             if each in copies:
                 replace_control_input(op, each, copies[each])
-        add_control_inputs(op, [assigned, *(copies[each] for each in update.first_reads)])
+        first = [new[each.outputs[0].ref()].op for each in update.first_reads]
+        add_control_inputs(op, [assigned, *first])
         for index, tensor in enumerate(op.inputs):
             if tensor.ref() in new:
                 value = new[tensor.ref()]
