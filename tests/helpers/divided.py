@@ -12,10 +12,11 @@ from ranks import Ranks
 ALL = ["first", "last", "second"]
 LARGE = ["first", "second"]
 # with optimizers that update single rows
-ROWS = ["adadelta", "adagrad", "ftrl", "keras", "momentum", "rmsprop"]
-ROWS = [f"rows_of_{each}" for each in [*ROWS, "adagrad_held", "adagrad_loaded"]]
+ROWS = ["rows_of_adadelta", "rows_of_adagrad", "rows_of_adagrad_held", "rows_of_adagrad_loaded"]
+ROWS += ["rows_of_ftrl", "rows_of_keras", "rows_of_momentum", "rows_of_rmsprop"]
 # with optimizers that also change the slots of all other rows
 SOME_ROWS = ["embedding", "rows_of_keras_adam"]
+TABLES = [*ROWS, *SOME_ROWS, "rows_of_ftrl_slots_read"]
 # the gradients of two ranks are so few bytes that they travel in one exchange, not in a bucket
 DIVIDED_BY_TWO = {"float16": LARGE, "bfloat16": LARGE}
 DIVIDED_OVER_NETWORK = {"slots": ["first"], **dict.fromkeys(SOME_ROWS, ALL)}
@@ -23,8 +24,7 @@ DIVIDED = {
     "clipped": LARGE,  # the norm needs whole gradients, and the last variable is small
     "summary_of_one": LARGE,  # rank 0 has a summary of a gradient
     "empty": ["empty", *ALL],
-    **{each: [*ALL, "table_4", "table_7"] for each in [*ROWS, *SOME_ROWS]},
-    "rows_of_ftrl_slots_read": [*ALL, "table_4", "table_7"],
+    **{each: [*ALL, "table_4", "table_7"] for each in TABLES},
     "slices": [*ALL, "wide"],
     "two": LARGE,  # one update waits for the others
     "skipped": [],  # each update is in a branch

@@ -16,17 +16,9 @@ from ranks import Ranks
 OPTIMIZERS = ["sgd", "momentum", "rmsprop", "centered", "adagrad", "ftrl", "adadelta"]
 OPTIMIZERS += ["keras_adam", "keras_adamax", "keras_rmsprop", "float64", "float16", "bfloat16"]
 PROGRAMS = ["clipped", "average", "in_place", "loaded", "no_slots", "partitioned"]
-OWN = [
-    "own_adam",
-    "own_clipped",
-    "own_lamb",
-    "own_previous",
-    "own_summary",
-    "decayed",
-    "decayed_before",
-]
-OWN += ["keras_constraint"]
 PROGRAMS += ["accumulate", "skipped", "summary_of_one", "empty"]
+OWN = ["own_adam", "own_clipped", "own_lamb", "own_previous", "own_summary"]
+OWN += ["decayed", "decayed_before", "keras_constraint"]
 
 
 @pytest.mark.parametrize(("size", "communication"), [(2, "shm"), (3, "grpc+tcp")])

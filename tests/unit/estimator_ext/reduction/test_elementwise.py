@@ -1,4 +1,4 @@
-"""Which updates can be divided, and that parts of operations are those of the whole."""
+"""Tests of the search for updates that can be divided, and of the operations it accepts."""
 
 from __future__ import annotations
 
