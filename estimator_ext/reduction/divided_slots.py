@@ -163,18 +163,17 @@ class DividedSlots:
         if self._communicator.rank != 0:
             return
         for slots in _in_batches(self._slots):
-            values = session.run([each.value for each in slots])
-            new = [
-                each
-                for each, value in zip(slots, values)
-                if each.initial is not None and value.shape == EMPTY
-            ]
-            _assign(session, [each.whole for each in new], _initial_values(session, new))
-        for shared in _in_batches(list(self.shared.values())):
-            for each, value in zip(shared, session.run([each.value for each in shared])):
-                np.copyto(each.memory, value.reshape(each.memory.shape))
-            self._assign_shared(session, shared)
-            session.run([e.set_readable for e in shared], _merged(e.feeds for e in shared))
+            values = dict(zip(slots, session.run([each.value for each in slots])))
+            new = [e for e in slots if e.initial is not None and values[e].shape == EMPTY]
+            values.update(zip(new, _initial_values(session, new)))
+            shared = [each for each in slots if isinstance(each, SharedSlot)]
+            for each in shared:
+                np.copyto(each.memory, values[each].reshape(each.memory.shape))
+            if shared:
+                self._assign_shared(session, shared)
+                session.run([e.set_readable for e in shared], _merged(e.feeds for e in shared))
+            else:
+                _assign(session, [each.whole for each in new], [values[each] for each in new])
 
     def divide(self, session: tf.compat.v1.Session) -> None:
         """Gives each rank its parts of the slots of rank 0. Collective: all ranks must call it."""

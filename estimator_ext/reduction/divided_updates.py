@@ -224,7 +224,7 @@ def _divide(group: _Group, communicator: hostopt.Communicator, slots: DividedSlo
     variables = [each.variable for each in updates]
     writes = [op for each in updates for op in each.writes]
     ready = list(dict.fromkeys(op for each in updates for op in each.ready))
-    names = [slot.op.name for each in updates for slot in each.slots]
+    names = [name for each in updates for name in each.names_of_slots]
     shared = [slots.shared[name] for name in names if name in slots.shared]
     parts_of_slots = [each.part for each in shared]
     divided = DividedUpdate(communicator, group.layout, parts_of_slots, updates[0].is_sparse)
