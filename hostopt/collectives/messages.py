@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -22,13 +24,16 @@ class CallMessages:
         self._transport = transport
         self._call = call
 
-    async def send(self, peer: int, tag: Tag, payload: Payload, phase: str) -> None:
-        """Sends contiguous bytes, which may be changed once this returns."""
+    async def send(
+        self, peer: int, tag: Tag, payload: Payload, phase: str, lazily: bool = False
+    ) -> None:
+        """Sends contiguous bytes; see `Transport.send`."""
         begin_s = time.monotonic()
         name = self._call.in_phase(phase)
-        await self._transport.send(peer, tag, payload, name)
+        await self._transport.send(peer, tag, payload, name, lazily)
         self._transport.recorder.record("sent", peer, name, tag, len(payload))
-        self._trace(Track.RING_SEND, tag, begin_s, len(payload))
+        if self._transport.timeline is not None:
+            self._trace(Track.RING_SEND, tag, begin_s, len(payload))
 
     async def receive(
         self, peer: int, tag: Tag, phase: str, into: memoryview | None = None
@@ -38,12 +43,25 @@ class CallMessages:
         name = self._call.in_phase(phase)
         payload = await self._transport.recv(peer, tag, name, into)
         self._transport.recorder.record("received", peer, name, tag, len(payload))
-        self._trace(Track.RING_RECEIVE, tag, begin_s, len(payload))
+        if self._transport.timeline is not None:
+            self._trace(Track.RING_RECEIVE, tag, begin_s, len(payload))
         return payload
 
-    async def send_array(self, peer: int, tag: Tag, array: Array, phase: str) -> None:
+    @contextlib.asynccontextmanager
+    async def sending(self, peer: int, phase: str) -> AsyncIterator[None]:
+        """The scope of lazy sends to a peer: afterwards their payloads may be changed."""
+        try:
+            yield
+        except BaseException:
+            self._transport.copy_rest(peer)
+            raise
+        await self._transport.send_rest(peer, self._call.tag(), self._call.in_phase(phase))
+
+    async def send_array(
+        self, peer: int, tag: Tag, array: Array, phase: str, lazily: bool = False
+    ) -> None:
         """Sends a contiguous array of shape [n]; see `send`."""
-        await self.send(peer, tag, array.view(np.uint8).data, phase)
+        await self.send(peer, tag, array.view(np.uint8).data, phase, lazily)
 
     async def receive_array(
         self,
@@ -53,12 +71,15 @@ class CallMessages:
         dtype: np.dtype[Any],
         phase: str,
         into: Array | None = None,
+        scratch: Array | None = None,
     ) -> Array:
-        """Receives an array of `size` elements, read-only or in the contiguous array `into`.
+        """Receives an array of `size` elements, in the contiguous array `into` if there is one.
 
-        A message of another length aborts the ring.
+        Otherwise the result is read-only, and valid until `scratch`, of at least this size, is
+        used again. A message of another length aborts the ring.
         """
-        offered = None if into is None else into.view(np.uint8).data
+        memory = scratch[:size] if into is None and scratch is not None else into
+        offered = None if memory is None else memory.view(np.uint8).data
         payload = await self.receive(peer, tag, phase, offered)
         nbytes = size * dtype.itemsize
         if len(payload) != nbytes:
@@ -91,6 +112,7 @@ class CallMessages:
             await self.receive_array(peer, tag, part.size, flat.dtype, "send", into=part)
 
     def _trace(self, track: Track, tag: Tag, begin_s: float, nbytes: int) -> None:
-        timeline = self._transport.timeline
-        if timeline is not None:
-            timeline.message(track, tag, self._call.name, begin_s, time.monotonic(), nbytes)
+        assert self._transport.timeline is not None
+        self._transport.timeline.message(
+            track, tag, self._call.name, begin_s, time.monotonic(), nbytes
+        )

@@ -145,16 +145,17 @@ class Pairs:
         async def send(count: int | None) -> None:
             for place, segment, values in itertools.islice(sending, count):
                 tag = self._call.tag(round_, place, segment)
-                await self._messages.send_array(peer, tag, values, phase)
+                await self._messages.send_array(peer, tag, values, phase, lazily=True)
 
-        await send(SEGMENTS_AHEAD)
-        for place, segment, values in self._segments(wanted):
-            tag, into = self._call.tag(round_, place, segment), values if op is None else None
-            received = await self._messages.receive_array(
-                peer, tag, values.size, values.dtype, phase, into
-            )
-            if op is not None:
-                pair = (values, received) if self._index < partner else (received, values)
-                op(*pair, out=values)
-            await send(1)  # one out for each one in
-        await send(None)
+        async with self._messages.sending(peer, phase):
+            await send(SEGMENTS_AHEAD)
+            for place, segment, values in self._segments(wanted):
+                tag, into = self._call.tag(round_, place, segment), values if op is None else None
+                received = await self._messages.receive_array(
+                    peer, tag, values.size, values.dtype, phase, into
+                )
+                if op is not None:
+                    pair = (values, received) if self._index < partner else (received, values)
+                    op(*pair, out=values)
+                await send(1)  # one out for each one in
+            await send(None)

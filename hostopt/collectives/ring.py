@@ -12,7 +12,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,7 +34,9 @@ from hostopt.collectives.wire_format import WireFormat, no_compression
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 from hostopt.transport.message import Payload, signature_of
+from hostopt.transport.wakeup import at_once
 
+_Result = TypeVar("_Result")
 _LENGTH = struct.Struct("<Q")  # length of a string, at the start of its first message
 # With several streams, the least size of a stripe. A smaller one costs more than a thread saves.
 _LEAST_BYTES = 256 << 10
@@ -64,13 +66,14 @@ class RingGroup:
 
     def all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> None:
         """Reduces a flat buffer, in place."""
-        event_loop.run(self._run(call, flat, all_reduce_rounds(self._index, self._size), op))
+        _complete(self._run(call, flat, all_reduce_rounds(self._index, self._size), op))
 
     def start_all_reduce(
         self, call: CollectiveCall, flat: Array
     ) -> concurrent.futures.Future[None]:
         """Starts to sum a flat buffer, in place. Do not access it until the future is done."""
-        return event_loop.start(self._run(call, flat, all_reduce_rounds(self._index, self._size)))
+        rounds = all_reduce_rounds(self._index, self._size)
+        return event_loop.start(at_once(self._run(call, flat, rounds)))
 
     def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
         """Reduces a flat buffer, which is overwritten; returns a copy of this rank's chunk."""
@@ -86,7 +89,7 @@ class RingGroup:
         chunk: Array = flat[chunk_slices(flat.size, self._size)[self._index]]
         if self._size == 2:  # all_reduce would send the values, rounded
             self._round(chunk)
-        event_loop.run(self._run(call, flat, reduce_scatter_rounds(self._index, self._size), op))
+        _complete(self._run(call, flat, reduce_scatter_rounds(self._index, self._size), op))
         if self._size > 2:  # and here the sums
             self._round(chunk)
         return chunk
@@ -99,7 +102,7 @@ class RingGroup:
 
     def all_gather_in_place(self, call: CollectiveCall, flat: Array) -> None:
         """Fills a flat buffer, of which each member has its chunk of `chunk_slices`."""
-        event_loop.run(self._run(call, flat, all_gather_rounds(self._index, self._size)))
+        _complete(self._run(call, flat, all_gather_rounds(self._index, self._size)))
 
     def all_gather(self, call: CollectiveCall, array: Array) -> Array:
         """Gathers a contiguous array from every rank, as [size, ...] in the order of members."""
@@ -114,11 +117,11 @@ class RingGroup:
         The last rank then sends an acknowledgement around it: no rank returns before all have the
         data.
         """
-        event_loop.run(self._broadcast(call, flat, self._members.index(root)))
+        _complete(self._broadcast(call, flat, self._members.index(root)))
 
     def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
         """Gathers byte strings of any length, in the order of members; `data` itself is one."""
-        return event_loop.run(self._all_gather_bytes(call, data))
+        return _complete(self._all_gather_bytes(call, data))
 
     def exchange(
         self, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array], most: int
@@ -130,7 +133,7 @@ class RingGroup:
         """
         del most
         slots[self._index][:] = parts[self._index]
-        event_loop.run(self._exchange(call, parts, slots))
+        _complete(self._exchange(call, parts, slots))
 
     async def _run(
         self, call: CollectiveCall, flat: Array, rounds: list[Round], op: np.ufunc = np.add
@@ -178,7 +181,7 @@ class RingGroup:
             await work(Stripe(0, 1, most))
             return
         stripes = [Stripe(each, streams, most) for each in range(streams)]
-        await event_loop.run_on_loops({each.stream: work(each) for each in stripes})
+        await event_loop.run_on_loops({each.stream: at_once(work(each)) for each in stripes})
 
     async def _run_stripe(
         self,
@@ -197,37 +200,45 @@ class RingGroup:
         # In an exchange and in an all-gather nobody encodes the first chunk again.
         keep_first = not rounds[0].reduce or first_chunk == rounds[0].recv
         first_segments = stripe.segments(stripes[first_chunk])
+        scratch = np.empty(min(stripe.most, stripes[0].size), wire.dtype)
+        # What is encoded or exchanged is overwritten soon, and a chunk that goes around the ring
+        # once the next rank has it.
+        lazily = wire.dtype == chunks[0].dtype and first_chunk != rounds[0].recv
 
         async def send_first(count: int) -> None:
             for segment, part in itertools.islice(first_segments, count):
                 encoded = _encode(wire, part, keep_first)
                 tag = call.tag(0, first_chunk, segment)
-                await messages.send_array(self._next, tag, encoded, phases[0])
+                await messages.send_array(self._next, tag, encoded, phases[0], lazily)
 
-        await send_first(SEGMENTS_AHEAD)
-        for index, round_ in enumerate(rounds):
-            # An empty chunk is sent as one empty segment for size - 1 rounds. So every rank hears
-            # from every other one, and mismatched calls are detected, before any rank returns.
-            receives_empty = index + 1 < self._size
-            forwards_empty = index + 2 < self._size
-            for segment, part in stripe.segments(stripes[round_.recv], receives_empty):
-                tag = call.tag(index, round_.recv, segment)
-                into = None if round_.reduce or wire.dtype != part.dtype else part
-                encoded = await messages.receive_array(
-                    self._previous, tag, part.size, wire.dtype, phases[index], into
-                )
-                if round_.reduce:
-                    wire.reduce(part, encoded, op)
-                elif into is None:
-                    wire.decode(encoded, part)
-                if index < last and (part.size or forwards_empty):
-                    # Forward in the next round: sums are encoded again, copies are not.
+        async with messages.sending(self._next, phases[last]):
+            await send_first(SEGMENTS_AHEAD)
+            for index, round_ in enumerate(rounds):
+                # An empty chunk is sent as one empty segment for size - 1 rounds. So every rank
+                # hears from every other one, and mismatched calls are detected, before any rank
+                # returns.
+                receives_empty = index + 1 < self._size
+                forwards_empty = index + 2 < self._size
+                for segment, part in stripe.segments(stripes[round_.recv], receives_empty):
+                    tag = call.tag(index, round_.recv, segment)
+                    into = None if round_.reduce or wire.dtype != part.dtype else part
+                    encoded = await messages.receive_array(
+                        self._previous, tag, part.size, wire.dtype, phases[index], into, scratch
+                    )
                     if round_.reduce:
-                        encoded = _encode(wire, part, keep=not rounds[index + 1].reduce)
-                    tag = call.tag(index + 1, round_.recv, segment)
-                    await messages.send_array(self._next, tag, encoded, phases[index + 1])
-                if index == 0:
-                    await send_first(1)  # one out for each one in
+                        wire.reduce(part, encoded, op)
+                    elif into is None:
+                        wire.decode(encoded, part)
+                    if index < last and (part.size or forwards_empty):
+                        # Forward in the next round: sums are encoded again, copies are not.
+                        if round_.reduce:
+                            encoded = _encode(wire, part, keep=not rounds[index + 1].reduce)
+                        tag = call.tag(index + 1, round_.recv, segment)
+                        await messages.send_array(
+                            self._next, tag, encoded, phases[index + 1], lazily
+                        )
+                    if index == 0:
+                        await send_first(1)  # one out for each one in
 
     async def _broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
         messages = CallMessages(self._transport, call)
@@ -288,6 +299,10 @@ class RingGroup:
                 segment += 1
             gathered[origin] = _joined(parts)
         return gathered
+
+
+def _complete(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    return event_loop.run(at_once(coroutine))
 
 
 def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:

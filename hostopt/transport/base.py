@@ -74,8 +74,22 @@ class Transport(abc.ABC):
     # -- messages --------------------------------------------------------------------------
 
     @abc.abstractmethod
-    async def send(self, peer: int, tag: Tag, payload: Payload, name: str = "") -> None:
-        """Sends a message; the payload may be changed once this returns."""
+    async def send(
+        self, peer: int, tag: Tag, payload: Payload, name: str = "", lazily: bool = False
+    ) -> None:
+        """Sends a message; the payload may be changed once this returns.
+
+        With `lazily`, it may be changed once the peer has it, or after `send_rest` or
+        `copy_rest`; both concern what this event loop has sent to the peer.
+        """
+
+    async def send_rest(self, peer: int, tag: Tag, name: str = "") -> None:
+        """Waits until everything is sent; `tag` and `name` are for errors."""
+        return None  # `send` has copied it
+
+    def copy_rest(self, peer: int) -> None:
+        """Copies what is not sent yet."""
+        return None
 
     async def send_marker(self, peer: int, marker: Tag, name: str = "") -> None:
         """Sends a finish marker behind all messages that this rank has sent to the peer."""

@@ -152,7 +152,6 @@ class Stream(abc.ABC):
         self._writer = writer
         self._timeout_s = timeout_s  # without progress
         self.loop = event_loop.current()  # whose thread uses the stream
-        self.writing_since_s: float | None = None  # on the monotonic clock
         self.written_s = 0.0  # of all completed writes
 
     @property
@@ -160,16 +159,30 @@ class Stream(abc.ABC):
     def ended(self) -> bool:
         """True once nothing can be sent any more, and the reason is known."""
 
+    @property
+    @abc.abstractmethod
+    def writing_since_s(self) -> float | None:
+        """Monotonic time since which the peer or the network takes nothing; None if they do."""
+
     @abc.abstractmethod
     async def wait_until_open(self, timeout_s: float) -> bool:
         """Returns True once the peer reads the stream; then each side detects the other's end."""
 
     @abc.abstractmethod
-    async def put(self, tag: Tag, payload: Payload) -> bool:
+    async def put(self, tag: Tag, payload: Payload, lazily: bool = False) -> bool:
         """Sends or queues contiguous bytes, which may change once this returns.
 
-        Returns False if the stream has `ended`, or made no progress before the deadline.
+        With `lazily`, they may change after `has_written` or `copy_rest`. Returns False if the
+        stream has `ended`, or made no progress before the deadline.
         """
+
+    async def has_written(self) -> bool:
+        """Waits for what `put` has sent lazily, and returns what it would have returned."""
+        return True
+
+    def copy_rest(self) -> None:
+        """Copies what `put` still has to send."""
+        return None
 
     @abc.abstractmethod
     async def flush(self) -> None:

@@ -28,7 +28,9 @@ class InprocTransport(Transport):
         peers.extend(cls(Cluster(task, ring), options or Options(), peers) for task in ring)
         return peers
 
-    async def send(self, peer: int, tag: Tag, payload: Payload, name: str = "") -> None:
+    async def send(
+        self, peer: int, tag: Tag, payload: Payload, name: str = "", lazily: bool = False
+    ) -> None:
         """See `Transport.send`."""
         if self.error is not None:
             raise self.error

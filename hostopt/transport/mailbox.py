@@ -6,7 +6,6 @@ A rank that waits for a message offers the memory where its payload belongs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import threading
@@ -20,9 +19,9 @@ from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
 from hostopt.transport import event_loop
-from hostopt.transport.event_loop import settle
 from hostopt.transport.message import Tag
 from hostopt.transport.stall import Wait, schedule
+from hostopt.transport.wakeup import Wakeup
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class Mailbox:
         on_stall: Callable[[Wait, bool], object],
         on_long_wait: Callable[[Wait], object],
     ) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._options = options
         self._on_stall = on_stall
         self._on_long_wait = on_long_wait
@@ -70,28 +69,39 @@ class Mailbox:
         self._left: set[int] = set()
         self._markers: dict[int, list[Tag]] = {}  # finish markers of its streams, by peer
         self._resumed_step = -1  # finish markers up to this step are outdated
-        self._waits: dict[Iterator[float], Wait] = {}
-        self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
+        self._waits: set[Waiting] = set()
+        # what waits for each message, and when that wait is to be checked
+        self._awaited: dict[tuple[int, ...], tuple[Wakeup, float]] = {}
+        self._next_check_s = math.inf  # the earliest one of `_awaited`
+        self._timer: asyncio.TimerHandle | None = None  # for it, on loop 0
         self._offered: dict[tuple[int, int, Tag], Destination] = {}  # by loop, peer and tag
         self._listeners: dict[int, Listener] = {}  # by channel
         self._on_failure: list[Callable[[HostOptError], object]] = []
         self._lock = threading.RLock()  # reentrant, as a signal handler may run at any time
         self.error: HostOptError | None = None
 
-    def put(self, peer: int, tag: Tag, payload: memoryview) -> None:
-        """Stores a message that has arrived from `peer`, or gives it to a listener."""
+    def put(self, peer: int, tag: Tag, payload: memoryview) -> bool:
+        """Stores a message that has arrived from `peer`, or gives it to a listener.
+
+        Returns False if a coroutine that waits for it will continue soon.
+        """
+        key = _key(peer, tag)
         with self._lock:
             listener = self._listeners.get(tag.channel)
             if listener is None and not tag.is_finish_marker:
-                self._messages[_key(peer, tag)] = tag, payload
-                self._wake(_key(peer, tag))
+                self._messages[key] = tag, payload
             elif listener is None and tag.step > self._resumed_step:  # else the barrier has ended
                 markers = [*self._markers.get(peer, ()), tag]
                 newest = max(each.step for each in markers)
                 self._markers[peer] = [each for each in markers if each.step == newest]
-                self._wake(*self._awaited)
+        # without the lock, as what waits may continue in these calls
         if listener is not None:
             listener.receive(peer, payload)
+        elif tag.is_finish_marker:
+            self._wake_all()
+        elif (awaited := self._awaited.get(key)) is not None:
+            return awaited[0].wake()
+        return True
 
     def listen(self, channel: int, listener: Listener) -> None:
         """Gives the messages of a channel, earlier ones too, to a listener; nobody waits there."""
@@ -114,29 +124,30 @@ class Mailbox:
         message has not begun to arrive.
         """
         key = _key(peer, tag)
-        if key not in self._messages:
-            with self.waiting(peer, tag, name) as check, self.offer(peer, tag, into):
-                await self._wait_until_stored(key, check)
-        return self._messages.pop(key)
-
-    @contextlib.contextmanager
-    def offer(self, peer: int, tag: Tag, view: memoryview | None) -> Iterator[None]:
-        """Offers memory for a payload in this scope; nothing is written after an exception.
-
-        Offers are made and taken on the same event loop.
-        """
-        if view is None:
-            yield
-            return
-        key = event_loop.current(), peer, tag
-        self._offered[key] = destination = Destination(view)
+        if key in self._messages:
+            return self._messages.pop(key)
+        offer = event_loop.current(), peer, tag  # taken on the event loop on which it is made
+        if into is not None:
+            self._offered[offer] = Destination(into)
         try:
-            yield
+            with self.waiting(peer, tag, name) as check:
+                while True:
+                    with self._lock:  # nothing may arrive between the test and the wait
+                        if key in self._messages:
+                            return self._messages.pop(key)
+                        check_s = time.monotonic() + check()
+                        wakeup = Wakeup()
+                        self._awaited[key] = wakeup, check_s
+                        if check_s < self._next_check_s:
+                            self._check_at(check_s)
+                    await wakeup
         except BaseException:
-            destination.withdraw()
+            if into is not None:
+                self._offered[offer].withdraw()
             raise
         finally:
-            del self._offered[key]
+            self._awaited.pop(key, None)
+            self._offered.pop(offer, None)
 
     def destination(self, peer: int, tag: Tag, nbytes: int) -> Destination:
         """Returns memory for a payload: what is offered, if signature and size are the same."""
@@ -145,69 +156,43 @@ class Mailbox:
             return Destination(memoryview(np.empty(nbytes, np.uint8)))
         return offered
 
-    async def _wait_until_stored(self, key: tuple[int, ...], check: Callable[[], float]) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                with self._lock:  # nothing may arrive between the test and the future
-                    if key in self._messages:
-                        return
-                    timer = loop.call_later(check(), self._wake, key)
-                    changed = self._awaited[key] = loop.create_future()
-                try:
-                    await changed
-                finally:
-                    timer.cancel()
-        finally:
-            with self._lock:
-                self._awaited.pop(key, None)
+    def _check_at(self, time_s: float) -> None:
+        """Has waits checked at this time. One timer serves all: most end before it."""
+        self._next_check_s = time_s
+        event_loop.call(0, self._set_timer)
 
-    def _wake(self, *keys: tuple[int, ...]) -> None:
-        """Wakes the coroutines that await these messages; may be called from any thread."""
-        for key in keys:
-            changed = self._awaited.get(key)
-            if changed is not None and asyncio._get_running_loop() is changed.get_loop():
-                settle(changed)
-            elif changed is not None:
-                changed.get_loop().call_soon_threadsafe(settle, changed)
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        left_s = self._next_check_s - time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._check_waits)
 
-    @contextlib.contextmanager
-    def waiting(
-        self, peer: int, tag: Tag, name: str, grace_s: float = 0.0
-    ) -> Iterator[Callable[[], float]]:
-        """Registers a wait for a peer, by any means. The waiter calls the yielded function often.
+    def _check_waits(self) -> None:
+        """Wakes the coroutines whose waits are due for a check."""
+        with self._lock:
+            now_s, self._next_check_s = time.monotonic(), math.inf
+            awaited = list(self._awaited.values())
+            later_s = [check_s for _, check_s in awaited if check_s > now_s]
+            if later_s:
+                self._check_at(min(later_s))
+        for wakeup, check_s in awaited:
+            if check_s <= now_s:
+                wakeup.wake()
 
-        It warns when a warning is due and raises when the wait cannot succeed. Otherwise it
-        returns the time in seconds until it has to be called again. After the peer has left in
-        good order, the wait goes on for `grace_s`, as its data may still arrive.
+    def _wake_all(self) -> None:
+        """Lets everything that waits for a message look at the reasons to end."""
+        for wakeup, _ in list(self._awaited.values()):
+            wakeup.wake()
+
+    def waiting(self, peer: int, tag: Tag, name: str, grace_s: float = 0.0) -> Waiting:
+        """Registers a wait for a peer, by any means, in a scope; see `Waiting`.
+
+        After the peer has left in good order, the wait goes on for `grace_s`, as its data may
+        still arrive.
         """
         wait = Wait(peer, tag, name, time.monotonic())
         due = schedule(wait, self._options, self._on_stall, self._on_long_wait)
-        grace_end_s = math.inf  # from the first check at which the peer has left
-
-        def check() -> float:
-            nonlocal grace_end_s
-            reason = self._reason_of_end(peer, tag)
-            if reason is not None:
-                grace_end_s = min(grace_end_s, time.monotonic() + grace_s)
-                if time.monotonic() >= grace_end_s:
-                    cluster = self._cluster
-                    raise PeerLostError(
-                        f"{cluster.describe(peer)} is gone at {tag} while rank {cluster.rank} "
-                        f"waited for {name or 'its data'}: {reason}. Give all ranks the same "
-                        "number of steps",
-                        **cluster.attributes(peer, step=tag.step, bucket=tag.bucket),
-                    )
-            left_s = next(due, None)
-            if left_s is None:
-                raise self.timeout_error(wait, peer, "")
-            return left_s
-
-        self._waits[due] = wait
-        try:
-            yield check
-        finally:
-            del self._waits[due]
+        return Waiting(self, wait, due, grace_s)
 
     def poll(
         self,
@@ -230,13 +215,13 @@ class Mailbox:
             if self.error is not None:
                 return False
             self.error = error
-            self._wake(*self._awaited)
             listeners = list(self._on_failure)
         for listener in listeners:
             try:
                 listener(error)
             except Exception:  # the other listeners and the peers must still be notified
                 _log.exception("a listener failed after the ring was aborted: %s", error)
+        self._wake_all()  # last, as a dump shows what this rank waited for
         return True
 
     def on_failure(self, listener: Callable[[HostOptError], object]) -> Callable[[], None]:
@@ -252,8 +237,8 @@ class Mailbox:
         """Notes that `peer` has left in good order: its messages stay, and no more will come."""
         with self._lock:
             self._left.add(peer)
-            self._wake(*self._awaited)
             listeners = list(self._listeners.values())
+        self._wake_all()
         for listener in listeners:
             listener.left(peer)
 
@@ -278,9 +263,10 @@ class Mailbox:
 
     def waits(self) -> list[Wait]:
         """Returns the present waits of this rank."""
-        return list(self._waits.values())
+        return [waiting.wait for waiting in list(self._waits)]
 
-    def _reason_of_end(self, peer: int, tag: Tag) -> str | None:
+    def reason_of_end(self, peer: int, tag: Tag) -> str | None:
+        """Returns why no message of this tag will come from a peer; None if it may."""
         if self.error is not None:
             raise self.error
         if peer in self._left:
@@ -294,20 +280,60 @@ class Mailbox:
     def timeout_error(self, wait: Wait, culprit: int, reason: str) -> CollectiveTimeoutError:
         """Builds the error of a wait that has reached its deadline."""
         timeout_s = self._options.collective_timeout_s
-        reason = reason or f"{self._cluster.describe(wait.peer)} is connected but sends nothing"
+        reason = reason or f"{self.cluster.describe(wait.peer)} is connected but sends nothing"
         return CollectiveTimeoutError(
             f"{self.describe(wait)}: {reason}. Check what rank {culprit} is doing, or raise "
             f"collective_timeout_s ({timeout_s:g} s)",
-            **self._cluster.attributes(culprit, step=wait.tag.step, bucket=wait.tag.bucket),
-            root_cause=f"{self._cluster.describe(culprit)} makes no progress",
+            **self.cluster.attributes(culprit, step=wait.tag.step, bucket=wait.tag.bucket),
+            root_cause=f"{self.cluster.describe(culprit)} makes no progress",
         )
 
     def describe(self, wait: Wait) -> str:
         """Returns a wait as logs and errors show it."""
         return (
-            f"rank {self._cluster.rank} has waited {time.monotonic() - wait.since_s:.1f} s for "
-            f"{wait.name or 'data'} from {self._cluster.describe(wait.peer)} at {wait.tag}"
+            f"rank {self.cluster.rank} has waited {time.monotonic() - wait.since_s:.1f} s for "
+            f"{wait.name or 'data'} from {self.cluster.describe(wait.peer)} at {wait.tag}"
         )
+
+
+class Waiting:
+    """The scope of a wait for a peer, whose waiter calls the function that it is given often.
+
+    The function warns when a warning is due and raises when the wait cannot succeed. Otherwise it
+    returns the time in seconds until it has to be called again.
+    """
+
+    def __init__(self, mailbox: Mailbox, wait: Wait, due: Iterator[float], grace_s: float) -> None:
+        self.wait = wait
+        self._mailbox = mailbox
+        self._due = due
+        self._grace_s = grace_s
+        self._grace_end_s = math.inf  # from the first check at which the peer has left
+
+    def __enter__(self) -> Callable[[], float]:
+        self._mailbox._waits.add(self)
+        return self._check
+
+    def __exit__(self, *_: object) -> None:
+        self._mailbox._waits.discard(self)
+
+    def _check(self) -> float:
+        peer, tag, name, _ = self.wait
+        reason = self._mailbox.reason_of_end(peer, tag)
+        if reason is not None:
+            self._grace_end_s = min(self._grace_end_s, time.monotonic() + self._grace_s)
+            if time.monotonic() >= self._grace_end_s:
+                cluster = self._mailbox.cluster
+                raise PeerLostError(
+                    f"{cluster.describe(peer)} is gone at {tag} while rank {cluster.rank} "
+                    f"waited for {name or 'its data'}: {reason}. Give all ranks the same "
+                    "number of steps",
+                    **cluster.attributes(peer, step=tag.step, bucket=tag.bucket),
+                )
+        left_s = next(self._due, None)
+        if left_s is None:
+            raise self._mailbox.timeout_error(self.wait, peer, "")
+        return left_s
 
 
 def _key(peer: int, tag: Tag) -> tuple[int, ...]:

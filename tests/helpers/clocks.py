@@ -55,8 +55,7 @@ class Clock:
             self._ahead_s += seconds
         for communicator in waiting:
             box = communicator.transport.mailbox
-            with box._lock:
-                box._wake(*box._awaited)
+            box._wake_all()
         if waiting:
             event_loop.run(asyncio.sleep(0))  # they come first
 

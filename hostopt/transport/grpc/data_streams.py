@@ -60,6 +60,7 @@ class GrpcStream(Stream):
         super().__init__(writer, timeout_s)
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
         self._room = asyncio.Semaphore(_QUEUED_FRAMES)
+        self._writing_since_s: float | None = None
         self._channel = channel
         self._call = call
         self._accepted = asyncio.ensure_future(self._is_accepted())
@@ -71,13 +72,18 @@ class GrpcStream(Stream):
         """See `Stream.ended`."""
         return self._watcher.done()
 
+    @property
+    def writing_since_s(self) -> float | None:
+        """See `Stream.writing_since_s`."""
+        return self._writing_since_s
+
     async def wait_until_open(self, timeout_s: float) -> bool:
         """See `Stream.wait_until_open`."""
         await self._wait_for(self._accepted, timeout_s)
         return self._accepted.done() and self._accepted.result() and not self._call.done()
 
-    async def put(self, tag: Tag, payload: Payload) -> bool:
-        """Queues a message; see `Stream.put`."""
+    async def put(self, tag: Tag, payload: Payload, lazily: bool = False) -> bool:
+        """Queues a copy of a message; see `Stream.put`."""
         if not await self._acquire_room():
             return False
         # no await between the two: frames are numbered in the order of the queue
@@ -121,9 +127,9 @@ class GrpcStream(Stream):
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # see _watch
             while message != END_OF_STREAM:
                 message = await self._frames.get()
-                self.writing_since_s = begin_s = time.monotonic()
+                self._writing_since_s = begin_s = time.monotonic()
                 await self._call.write(message)
-                self.writing_since_s = None
+                self._writing_since_s = None
                 self.written_s += time.monotonic() - begin_s
                 self._room.release()
             await self._call.done_writing()

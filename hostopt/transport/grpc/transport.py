@@ -20,7 +20,7 @@ from hostopt.options import Options
 from hostopt.process.child_process import call_at_exit, cancel_at_exit
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
-from hostopt.transport.frame import HEADER_BYTES
+from hostopt.transport.frame import HEADER_BYTES, Stream
 from hostopt.transport.grpc import ring as ring_
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.data_streams import IncomingStreams, OutgoingStreams
@@ -97,10 +97,12 @@ class GrpcTransport(Transport):
 
     # -- sending ---------------------------------------------------------------------------
 
-    async def send(self, peer: int, tag: Tag, payload: Payload, name: str = "") -> None:
+    async def send(
+        self, peer: int, tag: Tag, payload: Payload, name: str = "", lazily: bool = False
+    ) -> None:
         """See `Transport.send`."""
-        if self.error is not None:
-            raise self.error
+        if self.mailbox.error is not None:
+            raise self.mailbox.error
         if self._closed:
             raise PeerLostError(
                 "this rank has left the ring", **self.cluster.attributes(self.rank)
@@ -109,14 +111,23 @@ class GrpcTransport(Transport):
         while (stream := self._streams.to(peer)) is not tried or stream is None:
             if stream is None:
                 return await event_loop.run_on(0, self.send(peer, tag, payload, name))
-            if await stream.put(tag, payload):
+            if await stream.put(tag, payload, lazily):
                 self._count(len(payload), HEADER_BYTES)
                 return None
             tried = stream  # it is replaced if a port cannot be reached
-        has_left = stream.ended or self.mailbox.has_left(peer)
-        error = self._send_error(peer, tag, name, has_left)
-        self.abort(error)
-        raise self.error or error
+        raise self._send_error(stream, peer, tag, name)
+
+    async def send_rest(self, peer: int, tag: Tag, name: str = "") -> None:
+        """See `Transport.send_rest`."""
+        stream = self._streams.to(peer)
+        if stream is not None and not await stream.has_written():
+            raise self._send_error(stream, peer, tag, name)
+
+    def copy_rest(self, peer: int) -> None:
+        """See `Transport.copy_rest`."""
+        for stream in self._streams.all(peer):
+            if stream.loop == event_loop.current():
+                stream.copy_rest()
 
     async def send_marker(self, peer: int, marker: Tag, name: str = "") -> None:
         """See `Transport.send_marker`. Each stream carries one, and the number of the others."""
@@ -125,22 +136,27 @@ class GrpcTransport(Transport):
         for loop in loops:
             await event_loop.run_on(loop, self.send(peer, marker, b"", name))
 
-    def _send_error(self, peer: int, tag: Tag, name: str, has_left: bool) -> HostOptError:
+    def _send_error(self, stream: Stream, peer: int, tag: Tag, name: str) -> HostOptError:
+        """Aborts the ring as a stream has failed, and returns the error of all ranks."""
         peer_name = self.cluster.describe(peer)
         attributes = self.cluster.attributes(peer, step=tag.step, bucket=tag.bucket)
-        if has_left:
-            return PeerLostError(
+        error: HostOptError
+        if stream.ended or self.mailbox.has_left(peer):
+            error = PeerLostError(
                 f"{peer_name} has left while rank {self.rank} wanted to send {name or 'data'} at "
                 f"{tag}. Give all ranks the same number of steps",
                 **attributes,
             )
-        return CollectiveTimeoutError(
-            f"{peer_name} has taken no data from rank {self.rank} for "
-            f"{self.options.collective_timeout_s:g} s, at {tag} of {name or 'data'}. Check what "
-            "it is doing, or raise collective_timeout_s",
-            **attributes,
-            root_cause=f"{peer_name} makes no progress",
-        )
+        else:
+            error = CollectiveTimeoutError(
+                f"{peer_name} has taken no data from rank {self.rank} for "
+                f"{self.options.collective_timeout_s:g} s, at {tag} of {name or 'data'}. Check "
+                "what it is doing, or raise collective_timeout_s",
+                **attributes,
+                root_cause=f"{peer_name} makes no progress",
+            )
+        self.abort(error)
+        return self.error or error
 
     def blocked_sends(self) -> dict[int, float]:
         """See `Transport.blocked_sends`."""

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
 from hostopt.transport.event_loop import settle
+from hostopt.transport.mailbox import Destination
 
 Data = memoryview
 
@@ -16,6 +18,7 @@ Data = memoryview
 _LOW_WATER_BYTES = 1 << 20
 # TLS sends records of this size; a payload in the same record as its header saves a system call.
 _TLS_RECORD_BYTES = 16 << 10
+_MOST_PARTS = 64  # of a system call; Linux takes up to 1024
 # Keepalive probes keep the state of firewalls, and end the connection to a host that is gone.
 _IDLE_S, _PROBE_EVERY_S, _PROBES = 10, 5, 3
 
@@ -41,7 +44,8 @@ class DataSocket:
         self._loop = asyncio.get_running_loop()
         self._waits: set[asyncio.Future[None]] = set()
         self._low_water = 1
-        self.unsent: list[bytes] = []  # what the last cancelled `write` has not written
+        # when the peer last took bytes, on the monotonic clock; None if none wait for it
+        self.writing_since_s: float | None = None
 
     def on_this_loop(self) -> DataSocket:
         """Hands the connection over to the running loop; this object is closed afterwards."""
@@ -72,15 +76,60 @@ class DataSocket:
     async def read_exactly(self, nbytes: int) -> bytes:
         """Reads a number of bytes."""
         data = bytearray(nbytes)
-        filled = 0
-        while filled < nbytes:
-            count = self.read_into(memoryview(data)[filled:])
-            filled += count
-            if not count:
-                await self.wait_for(nbytes - filled)
+        await self.fill([Destination(memoryview(data))])
         return bytes(data)
 
-    def read_into(self, view: Data) -> int:
+    async def fill(self, wanted: Iterable[Destination | None]) -> None:
+        """Fills destinations in turn, until there are no more.
+
+        The bytes go where the destination has its view at that time. None lets the event loop
+        make a round.
+        """
+        end: asyncio.Future[None] = self._loop.create_future()
+        filling = self._fill(wanted)
+        is_soon = False  # a call is due in this round of the loop
+
+        def go_on(has_come: bool = False) -> None:
+            nonlocal is_soon
+            if end.done() or (is_soon and not has_come):
+                return
+            is_soon = False
+            try:
+                has_more = next(filling, None)
+            except Exception as error:
+                settle(end, error)
+                return
+            if has_more is None:
+                settle(end)
+            elif has_more:
+                is_soon = True
+                self._loop.call_soon(go_on, True)
+
+        self._waits.add(end)
+        self._loop.add_reader(self._descriptor(), go_on)
+        try:
+            go_on()
+            await end
+        finally:
+            self._waits.discard(end)
+            if self._socket.fileno() >= 0:
+                self._loop.remove_reader(self._socket)
+
+    def _fill(self, wanted: Iterable[Destination | None]) -> Iterator[bool]:
+        """Reads what has arrived; yields True if there may be more, False if nothing is left."""
+        for destination in wanted:
+            if destination is None:
+                yield True
+                continue
+            filled, length = 0, len(destination.view)
+            while filled < length:
+                count = self._read_into(destination.view[filled:])
+                filled += count
+                if not count:
+                    self._set_low_water(min(length - filled, _LOW_WATER_BYTES))
+                    yield False
+
+    def _read_into(self, view: Data) -> int:
         """Reads what has arrived, 0 bytes if nothing has, into a view that is not empty."""
         try:
             count = self._socket.recv_into(view)
@@ -90,58 +139,78 @@ class DataSocket:
             raise ConnectionResetError("connection closed")
         return count
 
-    async def wait_for(self, nbytes: int) -> None:
-        """Waits until some, or many, of the `nbytes` that the peer still sends have arrived."""
-        low_water = min(nbytes, _LOW_WATER_BYTES)
-        if low_water != self._low_water and not isinstance(self._socket, ssl.SSLSocket):
-            self._descriptor()
-            self._low_water = low_water
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
-        await self._ready()
+    def _set_low_water(self, nbytes: int) -> None:
+        """Has the kernel wait until this much has arrived."""
+        if nbytes != self._low_water and not isinstance(self._socket, ssl.SSLSocket):
+            self._low_water = nbytes
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     async def write(self, parts: Sequence[bytes | Data], timeout_s: float | None = None) -> None:
         """Writes all bytes of several parts, which must not change until this returns.
 
-        Raises:
-          StalledError: the peer takes no bytes for `timeout_s`.
-          asyncio.CancelledError: `unsent` has the rest of the bytes.
+        Raises StalledError if the peer takes no bytes for `timeout_s`.
         """
-        rest = [memoryview(part) for part in parts if len(part)]
-        if isinstance(self._socket, ssl.SSLSocket) and sum(map(len, rest)) <= _TLS_RECORD_BYTES:
-            rest = [memoryview(b"".join(rest))]
+        rest = [memoryview(part) for part in parts]
+        if not self.write_now(rest):
+            await self.write_rest(rest, timeout_s)
+
+    async def write_rest(self, rest: list[Data], timeout_s: float | None = None) -> None:
+        """Writes what `write_now` has left, and what is appended to it meanwhile; see `write`."""
+        end: asyncio.Future[None] = self._loop.create_future()
+
+        def go_on() -> None:
+            self.writing_since_s = time.monotonic()
+            try:
+                if not end.done() and self.write_now(rest):
+                    settle(end)
+            except Exception as error:
+                settle(end, error)
+
+        self.writing_since_s = time.monotonic()
+        self._waits.add(end)
+        self._loop.add_writer(self._descriptor(), go_on)
+        try:
+            while not end.done():
+                left_s = timeout_s and self.writing_since_s + timeout_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    raise StalledError
+                await asyncio.wait({end}, timeout=left_s)
+            end.result()
+        finally:
+            self.writing_since_s = None
+            self._waits.discard(end)
+            if self._socket.fileno() >= 0:
+                self._loop.remove_writer(self._socket)
+
+    def write_now(self, rest: list[Data]) -> bool:
+        """Writes what the kernel takes, and removes it from `rest`; True if that is all."""
+        is_tls = isinstance(self._socket, ssl.SSLSocket)
+        if is_tls and len(rest) > 1 and sum(map(len, rest)) <= _TLS_RECORD_BYTES:
+            rest[:] = [memoryview(b"".join(rest))]
         while rest:
             try:
-                if isinstance(self._socket, ssl.SSLSocket):
-                    count = self._socket.send(rest[0])
+                if is_tls:
+                    count = self._socket.send(rest[0]) if len(rest[0]) else 0
                 else:
-                    count = self._socket.sendmsg(rest, (), socket.MSG_NOSIGNAL)
+                    count = self._socket.sendmsg(rest[:_MOST_PARTS], (), socket.MSG_NOSIGNAL)
             except (BlockingIOError, ssl.SSLWantWriteError, InterruptedError):
-                try:
-                    await self._ready(to_write=True, timeout_s=timeout_s)
-                except asyncio.CancelledError:
-                    self.unsent = [bytes(part) for part in rest]
-                    raise
-                continue
+                return False
             while rest and count >= len(rest[0]):
                 count -= len(rest.pop(0))
             if count:
                 rest[0] = rest[0][count:]
+        return True
 
-    async def _ready(self, to_write: bool = False, timeout_s: float | None = None) -> None:
+    async def _ready(self, to_write: bool = False) -> None:
         """Waits until the socket can be read or written."""
         fd, loop = self._descriptor(), self._loop
         ready = loop.create_future()
         (loop.add_writer if to_write else loop.add_reader)(fd, settle, ready)
         self._waits.add(ready)
-        timer = None
-        if timeout_s is not None:
-            timer = loop.call_later(timeout_s, settle, ready, StalledError())
         try:
             await ready
         finally:
             self._waits.discard(ready)
-            if timer is not None:
-                timer.cancel()
             if self._socket.fileno() == fd:
                 (loop.remove_writer if to_write else loop.remove_reader)(fd)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from typing import Callable
 
 from hostopt.transport.frame import HEADER_BYTES, FrameReader, FrameWriter, Header, Stream
@@ -14,6 +14,9 @@ from hostopt.transport.tcp.data_socket import DataSocket, StalledError
 
 # What the receiver writes once it has read the last frame.
 RECEIVED_ALL = b"\x02"
+_IN_A_ROW = 16  # frames until other work on the event loop has its turn
+# Headers and payloads that may wait. More would delay the messages of other calls.
+_MOST_UNSENT = 32
 _LAST_TAG = Tag(FINISH_CHANNEL, 0)
 
 
@@ -29,9 +32,9 @@ class SocketStream(Stream):
         on_broken: Callable[[str], Awaitable[None]],
     ) -> None:
         super().__init__(writer, timeout_s)
-        self._turn = asyncio.Lock()  # held while a frame is written
         self._socket: DataSocket | None = None
-        self._completing: asyncio.Future[None] | None = None
+        self._unsent: list[memoryview] = []  # the rest of the frames, in order
+        self._writing: asyncio.Future[bool] | None = None  # writes them
         self._is_stalled = self._is_cancelled = False
         self._opened = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.ensure_future(self._run(connect, on_unreachable, on_broken))
@@ -41,61 +44,82 @@ class SocketStream(Stream):
         """See `Stream.ended`. A stream that stalled has not ended: its peer is still there."""
         return self._watcher.done() and not self._is_stalled
 
+    @property
+    def writing_since_s(self) -> float | None:
+        """See `Stream.writing_since_s`."""
+        return None if self._socket is None else self._socket.writing_since_s
+
     async def wait_until_open(self, timeout_s: float) -> bool:
         """See `Stream.wait_until_open`."""
         await self._wait_for(self._opened, timeout_s)
         return self._socket is not None and not self._watcher.done()
 
-    async def put(self, tag: Tag, payload: Payload) -> bool:
+    async def put(self, tag: Tag, payload: Payload, lazily: bool = False) -> bool:
         """Writes a message; see `Stream.put`."""
         if self._socket is None and not await self.wait_until_open(self._timeout_s):
             return False
-        return await self._write(tag, payload)
+        if not self._append(tag, payload):
+            return False
+        is_short = len(self._unsent) <= _MOST_UNSENT
+        return (lazily and is_short) or await self.has_written()
+
+    async def has_written(self) -> bool:
+        """See `Stream.has_written`."""
+        if self._writing is None:
+            return not self._unsent
+        try:
+            return await asyncio.shield(self._writing)
+        except asyncio.CancelledError:  # other senders continue behind the rest of this frame
+            self.copy_rest()
+            raise
+
+    def copy_rest(self) -> None:
+        """See `Stream.copy_rest`."""
+        self._unsent[:] = [memoryview(bytes(part)) for part in self._unsent]
 
     async def flush(self) -> None:
         """See `Stream.flush`."""
-        if self._socket is not None and await self._write(_LAST_TAG, b"", is_last=True):
+        if self._socket is None or not self._append(_LAST_TAG, b"", is_last=True):
+            return
+        if await self.has_written():
             await asyncio.wait({self._watcher}, timeout=self._timeout_s)
 
-    async def _write(self, tag: Tag, payload: Payload, is_last: bool = False) -> bool:
-        await self._turn.acquire()
+    def _append(self, tag: Tag, payload: Payload, is_last: bool = False) -> bool:
+        """Writes a frame behind those before it, now or in the background."""
+        if self._watcher.done():
+            return False
+        header = self._writer.header(tag, payload, is_last)
+        self._unsent += memoryview(header), memoryview(payload)
+        if self._writing is None and not self._write_now():
+            self._writing = asyncio.ensure_future(self._write_rest())
+        return True
+
+    def _write_now(self) -> bool:
         assert self._socket is not None
-        holds_turn = True
-        self.writing_since_s = begin_s = time.monotonic()
+        begin_s = time.monotonic()
         try:
-            if self._watcher.done():
-                return False
-            header = self._writer.header(tag, payload, is_last)
-            await self._socket.write((header, payload), self._timeout_s)
+            return self._socket.write_now(self._unsent)
+        except OSError:
+            return False  # `_write_rest` has it again
+        finally:
+            self.written_s += time.monotonic() - begin_s
+
+    async def _write_rest(self) -> bool:
+        assert self._socket is not None
+        begin_s = time.monotonic()
+        try:
+            while self._unsent:  # frames may be appended before this coroutine continues
+                await self._socket.write_rest(self._unsent, self._timeout_s)
+            self.written_s += time.monotonic() - begin_s
+            return True
         except StalledError:
             self._is_stalled = True
             self.cancel()  # the rest of the frame will not follow
-            return False
         except OSError:
             await asyncio.wait({self._watcher}, timeout=self._timeout_s)  # it finds the reason
-            return False
-        except asyncio.CancelledError:  # other senders continue behind the rest of the frame
-            if self._socket.unsent:
-                holds_turn = False
-                self._completing = asyncio.ensure_future(self._complete())
-            raise
         finally:
-            self.writing_since_s = None
-            if holds_turn:
-                self._turn.release()
-        self.written_s += time.monotonic() - begin_s
-        return True
-
-    async def _complete(self) -> None:
-        """Writes the rest of a frame whose sender was cancelled."""
-        assert self._socket is not None
-        unsent, self._socket.unsent = self._socket.unsent, []
-        try:
-            await self._socket.write(unsent, self._timeout_s)
-        except (OSError, StalledError):
-            self.cancel()
-        finally:
-            self._turn.release()
+            self._writing = None
+        return False
 
     def cancel(self) -> None:
         """See `Stream.cancel`."""
@@ -140,35 +164,30 @@ async def receive_frames(
     Returns False if the ring is aborted. Raises ProtocolError for a frame that cannot be used; if
     its header shows that, no byte of the payload is read.
     """
-    data = memoryview(bytearray(HEADER_BYTES))
-    while await _fill(Destination(data), connection, mailbox):
-        header = Header.parse(data)
-        if header.length > most_bytes:
-            raise header.error(f"expected up to {most_bytes} bytes, got {header.length}")
-        is_new = reader.admit(header)
-        if header.is_last:
-            header.check(b"")
-            return True
-        if is_new:
-            destination = mailbox.destination(peer, header.tag, header.length)
-        else:
-            destination = Destination(memoryview(bytearray(header.length)))
-        if not await _fill(destination, connection, mailbox):
-            break
-        header.check(destination.view)
-        if is_new:
-            mailbox.put(peer, header.tag, destination.view)
-        # The waiting call continues now, so that it can offer memory for the next payload.
-        await asyncio.sleep(0)
-    return False
+    has_ended = False
 
+    def wanted() -> Iterator[Destination | None]:
+        nonlocal has_ended
+        frame_header = Destination(memoryview(bytearray(HEADER_BYTES)))
+        while mailbox.error is None:
+            yield frame_header
+            header = Header.parse(frame_header.view)
+            if header.length > most_bytes:
+                raise header.error(f"expected up to {most_bytes} bytes, got {header.length}")
+            is_new = reader.admit(header)
+            if header.is_last:
+                header.check(b"")
+                has_ended = True
+                return
+            if is_new:
+                destination = mailbox.destination(peer, header.tag, header.length)
+            else:
+                destination = Destination(memoryview(bytearray(header.length)))
+            yield destination
+            header.check(destination.view)
+            has_continued = mailbox.put(peer, header.tag, destination.view) if is_new else True
+            if not has_continued or header.number % _IN_A_ROW == 0:
+                yield None  # what waits continues, and offers memory for the next payload
 
-async def _fill(destination: Destination, connection: DataSocket, mailbox: Mailbox) -> bool:
-    """Reads until a destination is full; returns False if the ring is aborted."""
-    filled, length = 0, len(destination.view)
-    while filled < length and mailbox.error is None:
-        count = connection.read_into(destination.view[filled:])
-        filled += count
-        if not count:  # the destination may be another one afterwards
-            await connection.wait_for(length - filled)
-    return mailbox.error is None
+    await connection.fill(wanted())
+    return has_ended

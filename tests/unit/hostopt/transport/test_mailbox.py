@@ -179,6 +179,19 @@ def test_stalls_are_reported_at_doubled_intervals_and_at_the_deadline(
             check()
 
 
+def test_waits_that_begin_later_are_checked_in_time_as_well() -> None:
+    box, stalls = new_mailbox(stall_warning_s=0.1, collective_timeout_s=60.0)
+    futures = []
+    for number in range(4):  # each begins between two checks of those before it
+        tag = TAG._replace(segment=number)
+        futures.append(event_loop.start(box.take(1, tag, f"loaf {number}")))
+        while not any(wait.name == f"loaf {number}" for wait, _ in stalls):
+            pass
+    for number, future in enumerate(futures):
+        box.put(1, TAG._replace(segment=number), memoryview(b"flour"))
+        assert future.result(30)[1] == b"flour"
+
+
 def test_a_listener_receives_the_messages_of_its_channel_and_departures() -> None:
     box, _ = new_mailbox()
     heard: list[tuple[int, bytes]] = []

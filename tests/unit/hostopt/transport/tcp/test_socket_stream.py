@@ -110,6 +110,79 @@ def test_a_cancelled_sender_does_not_cut_its_frame() -> None:
     run(work())
 
 
+def test_a_lazy_sender_continues_before_its_frames_are_written() -> None:
+    async def work() -> None:
+        peer = Peer()
+        payloads = [bytes([step]) * LARGE for step in range(3)]
+        for step, payload in enumerate(payloads):
+            assert await peer.stream.put(Tag(0, step), payload, lazily=True)
+        rest = asyncio.ensure_future(peer.stream.has_written())
+        last = asyncio.ensure_future(peer.stream.put(Tag(0, 3), b"last"))
+        await asyncio.sleep(0.01)
+        assert not rest.done()
+        assert [await peer.receive() for _ in range(4)] == [
+            *((Tag(0, step), payload) for step, payload in enumerate(payloads)),
+            (Tag(0, 3), b"last"),
+        ]
+        assert await rest
+        assert await last
+        assert await peer.stream.has_written()
+
+    run(work())
+
+
+def test_a_lazy_sender_waits_once_many_frames_are_unsent() -> None:
+    async def work() -> int:
+        peer, count = Peer(), 0
+        first = peer.stream.put(Tag(0, count), bytes(LARGE), lazily=True)
+        sending = asyncio.ensure_future(first)
+        while sending.done() or not count:
+            await sending
+            count += 1
+            sending = asyncio.ensure_future(peer.stream.put(Tag(0, count), b"", lazily=True))
+            await asyncio.sleep(0)
+        for _ in range(count + 1):
+            await peer.receive()
+        assert await sending
+        return count
+
+    assert 4 < run(work()) < 100
+
+
+def test_payloads_that_are_not_sent_may_be_copied() -> None:
+    async def work() -> None:
+        peer = Peer()
+        payloads = [bytearray(bytes([step]) * LARGE) for step in (1, 2)]
+        for payload in payloads:
+            assert await peer.stream.put(Tag(0, payload[0]), memoryview(payload), lazily=True)
+        peer.stream.copy_rest()
+        for payload in payloads:
+            payload[:] = bytes(LARGE)
+        assert [await peer.receive() for _ in (1, 2)] == [
+            (Tag(0, step), bytes([step]) * LARGE) for step in (1, 2)
+        ]
+
+    run(work())
+
+
+def test_a_lazy_sender_learns_of_a_stall_and_of_the_end() -> None:
+    async def work(ends: bool) -> None:
+        peer = Peer(timeout_s=0.1)
+        assert await peer.stream.put(Tag(0, 1), bytes(LARGE), lazily=True)
+        await asyncio.sleep(0)
+        assert (peer.stream.writing_since_s is None) is False
+        if ends:
+            peer.remote.close()
+        assert not await peer.stream.has_written()
+        assert not await peer.stream.put(Tag(0, 2), b"", lazily=True)
+        assert not await peer.stream.has_written()
+        assert peer.stream.ended is ends
+        assert peer.stream.writing_since_s is None
+
+    for ends in (False, True):
+        run(work(ends))
+
+
 def test_a_stream_that_is_cancelled_while_it_connects_leaves_no_connection() -> None:
     """Also if its connection succeeds at that moment, and swallows the cancellation."""
 
