@@ -66,14 +66,14 @@ class RingGroup:
 
     def all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> None:
         """Reduces a flat buffer, in place."""
-        _complete(self._run(call, flat, all_reduce_rounds(self._index, self._size), op))
+        _complete(self._run, call, flat, all_reduce_rounds(self._index, self._size), op)
 
     def start_all_reduce(
         self, call: CollectiveCall, flat: Array
     ) -> concurrent.futures.Future[None]:
         """Starts to sum a flat buffer, in place. Do not access it until the future is done."""
         rounds = all_reduce_rounds(self._index, self._size)
-        return event_loop.start(at_once(self._run(call, flat, rounds)))
+        return event_loop.start(at_once(self._run, call, flat, rounds))
 
     def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
         """Reduces a flat buffer, which is overwritten; returns a copy of this rank's chunk."""
@@ -89,7 +89,7 @@ class RingGroup:
         chunk: Array = flat[chunk_slices(flat.size, self._size)[self._index]]
         if self._size == 2:  # all_reduce would send the values, rounded
             self._round(chunk)
-        _complete(self._run(call, flat, reduce_scatter_rounds(self._index, self._size), op))
+        _complete(self._run, call, flat, reduce_scatter_rounds(self._index, self._size), op)
         if self._size > 2:  # and here the sums
             self._round(chunk)
         return chunk
@@ -102,7 +102,7 @@ class RingGroup:
 
     def all_gather_in_place(self, call: CollectiveCall, flat: Array) -> None:
         """Fills a flat buffer, of which each member has its chunk of `chunk_slices`."""
-        _complete(self._run(call, flat, all_gather_rounds(self._index, self._size)))
+        _complete(self._run, call, flat, all_gather_rounds(self._index, self._size))
 
     def all_gather(self, call: CollectiveCall, array: Array) -> Array:
         """Gathers a contiguous array from every rank, as [size, ...] in the order of members."""
@@ -117,11 +117,11 @@ class RingGroup:
         The last rank then sends an acknowledgement around it: no rank returns before all have the
         data.
         """
-        _complete(self._broadcast(call, flat, self._members.index(root)))
+        _complete(self._broadcast, call, flat, self._members.index(root))
 
     def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
         """Gathers byte strings of any length, in the order of members; `data` itself is one."""
-        return _complete(self._all_gather_bytes(call, data))
+        return _complete(self._all_gather_bytes, call, data)
 
     def exchange(
         self, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array], most: int
@@ -133,7 +133,7 @@ class RingGroup:
         """
         del most
         slots[self._index][:] = parts[self._index]
-        _complete(self._exchange(call, parts, slots))
+        _complete(self._exchange, call, parts, slots)
 
     async def _run(
         self, call: CollectiveCall, flat: Array, rounds: list[Round], op: np.ufunc = np.add
@@ -181,7 +181,7 @@ class RingGroup:
             await work(Stripe(0, 1, most))
             return
         stripes = [Stripe(each, streams, most) for each in range(streams)]
-        await event_loop.run_on_loops({each.stream: at_once(work(each)) for each in stripes})
+        await event_loop.run_on_loops({each.stream: at_once(work, each) for each in stripes})
 
     async def _run_stripe(
         self,
@@ -301,8 +301,8 @@ class RingGroup:
         return gathered
 
 
-def _complete(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    return event_loop.run(at_once(coroutine))
+def _complete(function: Callable[..., Coroutine[Any, Any, _Result]], *arguments: Any) -> _Result:
+    return event_loop.run(at_once(function, *arguments))
 
 
 def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:

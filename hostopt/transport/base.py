@@ -113,7 +113,7 @@ class Transport(abc.ABC):
         return payload
 
     def blocked_sends(self) -> dict[int, float]:
-        """Returns when each send that is not taken yet began, by peer, on the monotonic clock."""
+        """Returns since when each peer takes none of its data, on the monotonic clock."""
         return {}
 
     def send_time_s(self) -> float:

@@ -152,7 +152,7 @@ class Stream(abc.ABC):
         self._writer = writer
         self._timeout_s = timeout_s  # without progress
         self.loop = event_loop.current()  # whose thread uses the stream
-        self.written_s = 0.0  # of all completed writes
+        self.written_s = 0.0  # time in which there was something to write
 
     @property
     @abc.abstractmethod

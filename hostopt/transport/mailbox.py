@@ -69,7 +69,7 @@ class Mailbox:
         self._left: set[int] = set()
         self._markers: dict[int, list[Tag]] = {}  # finish markers of its streams, by peer
         self._resumed_step = -1  # finish markers up to this step are outdated
-        self._waits: set[Waiting] = set()
+        self._waits: dict[Waiting, None] = {}  # in the order in which they began
         # what waits for each message, and when that wait is to be checked
         self._awaited: dict[tuple[int, ...], tuple[Wakeup, float]] = {}
         self._next_check_s = math.inf  # the earliest one of `_awaited`
@@ -83,7 +83,7 @@ class Mailbox:
     def put(self, peer: int, tag: Tag, payload: memoryview) -> bool:
         """Stores a message that has arrived from `peer`, or gives it to a listener.
 
-        Returns False if a coroutine that waits for it will continue soon.
+        Returns False if the coroutine that waits for this message has not continued yet.
         """
         key = _key(peer, tag)
         with self._lock:
@@ -311,11 +311,11 @@ class Waiting:
         self._grace_end_s = math.inf  # from the first check at which the peer has left
 
     def __enter__(self) -> Callable[[], float]:
-        self._mailbox._waits.add(self)
+        self._mailbox._waits[self] = None
         return self._check
 
     def __exit__(self, *_: object) -> None:
-        self._mailbox._waits.discard(self)
+        del self._mailbox._waits[self]
 
     def _check(self) -> float:
         peer, tag, name, _ = self.wait

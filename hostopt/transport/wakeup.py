@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Callable, Generic, TypeVar
 
 from hostopt.transport.event_loop import settle
 
@@ -17,21 +17,26 @@ _Result = TypeVar("_Result")
 _current = threading.local()  # `run`: the `_Run` whose coroutine this thread executes
 
 
-async def at_once(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """Awaits a coroutine, which continues as soon as a `Wakeup` that it awaits is woken.
+async def at_once(
+    function: Callable[..., Coroutine[Any, Any, _Result]], *arguments: Any
+) -> _Result:
+    """Calls a coroutine function, which continues as soon as a `Wakeup` that it awaits is woken.
 
-    The coroutine may await what a task may, but nothing that asks for the current task, such as
+    It may await what a task may, but nothing that asks for the current task, such as
     `asyncio.wait_for`.
     """
-    run = _Run(coroutine)
-    run.step()
-    while True:
-        try:
-            return await run.end
-        except asyncio.CancelledError:
-            if run.has_ended:
-                raise
-            run.cancel()  # it may still await something
+    run = _Run(function(*arguments))
+    try:
+        run.step()
+        while True:
+            try:
+                return await run.end
+            except asyncio.CancelledError:
+                if run.has_ended:
+                    raise
+                run.cancel()  # it may still await something
+    finally:
+        run.close()
 
 
 class Wakeup:
@@ -82,9 +87,16 @@ class _Run(Generic[_Result]):
             self.step()
 
     def cancel(self) -> None:
-        """Raises CancelledError in the coroutine, after the caller of `at_once` was cancelled."""
+        """Cancels what the coroutine awaits, after the caller of `at_once` was cancelled."""
         self.end = self._loop.create_future()
-        self.step(asyncio.CancelledError())
+        if not isinstance(self._awaited, asyncio.Future) or not self._awaited.cancel():
+            self.step(asyncio.CancelledError())
+
+    def close(self) -> None:
+        """Ends a coroutine that nobody awaits any more, and frees the memory of an error."""
+        self.has_ended = True
+        self._coroutine.close()
+        del self.end  # its exception has frames that refer to this object
 
     def step(self, error: BaseException | None = None) -> None:
         """Runs the coroutine, with an error if there is one, until it waits or ends."""
@@ -93,13 +105,7 @@ class _Run(Generic[_Result]):
             coroutine = self._coroutine
             awaited = coroutine.send(None) if error is None else coroutine.throw(error)
         except BaseException as raised:
-            self.has_ended = True
-            if isinstance(raised, StopIteration):
-                self.end.set_result(raised.value)
-            elif isinstance(raised, asyncio.CancelledError):
-                self.end.cancel()
-            else:
-                self.end.set_exception(raised)
+            self._note_end(raised)
             return
         finally:
             _current.run = caller
@@ -109,3 +115,14 @@ class _Run(Generic[_Result]):
         elif not isinstance(awaited, Wakeup):
             awaited._asyncio_future_blocking = False  # as a task tells a future that it waits
             awaited.add_done_callback(self.resume)
+
+    def _note_end(self, raised: BaseException) -> None:
+        self.has_ended, self._awaited = True, None
+        if self.end.done():  # the caller was cancelled in this round of the loop
+            return
+        if isinstance(raised, StopIteration):
+            self.end.set_result(raised.value)
+        elif isinstance(raised, asyncio.CancelledError):
+            self.end.cancel()
+        else:
+            self.end.set_exception(raised)

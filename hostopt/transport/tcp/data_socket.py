@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Callable
 
 from hostopt.transport.event_loop import settle
 from hostopt.transport.mailbox import Destination
@@ -154,7 +155,12 @@ class DataSocket:
         if not self.write_now(rest):
             await self.write_rest(rest, timeout_s)
 
-    async def write_rest(self, rest: list[Data], timeout_s: float | None = None) -> None:
+    async def write_rest(
+        self,
+        rest: list[Data],
+        timeout_s: float | None = None,
+        note_progress: Callable[[], object] = lambda: None,
+    ) -> None:
         """Writes what `write_now` has left, and what is appended to it meanwhile; see `write`."""
         end: asyncio.Future[None] = self._loop.create_future()
 
@@ -163,6 +169,7 @@ class DataSocket:
             try:
                 if not end.done() and self.write_now(rest):
                     settle(end)
+                note_progress()
             except Exception as error:
                 settle(end, error)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Iterator
 from typing import Callable
 
+from hostopt.transport.event_loop import settle
 from hostopt.transport.frame import HEADER_BYTES, FrameReader, FrameWriter, Header, Stream
 from hostopt.transport.mailbox import Destination, Mailbox
 from hostopt.transport.message import FINISH_CHANNEL, Payload, Tag
@@ -16,7 +17,7 @@ from hostopt.transport.tcp.data_socket import DataSocket, StalledError
 RECEIVED_ALL = b"\x02"
 _IN_A_ROW = 16  # frames until other work on the event loop has its turn
 # Headers and payloads that may wait. More would delay the messages of other calls.
-_MOST_UNSENT = 32
+_MOST_UNSENT = 16
 _LAST_TAG = Tag(FINISH_CHANNEL, 0)
 
 
@@ -33,8 +34,11 @@ class SocketStream(Stream):
     ) -> None:
         super().__init__(writer, timeout_s)
         self._socket: DataSocket | None = None
-        self._unsent: list[memoryview] = []  # the rest of the frames, in order
-        self._writing: asyncio.Future[bool] | None = None  # writes them
+        self._unsent: list[memoryview] = []  # parts of frames, in order
+        self._parts = 0  # of all frames so far
+        self._writing: asyncio.Future[None] | None = None  # writes what is unsent
+        # those who wait until this number of parts is written, in that order
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._is_stalled = self._is_cancelled = False
         self._opened = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.ensure_future(self._run(connect, on_unreachable, on_broken))
@@ -65,13 +69,16 @@ class SocketStream(Stream):
 
     async def has_written(self) -> bool:
         """See `Stream.has_written`."""
-        if self._writing is None:
-            return not self._unsent
-        try:
-            return await asyncio.shield(self._writing)
-        except asyncio.CancelledError:  # other senders continue behind the rest of this frame
-            self.copy_rest()
-            raise
+        parts = self._parts
+        if self._writing is not None:
+            written = asyncio.get_running_loop().create_future()
+            self._waiting.append((parts, written))
+            try:
+                await written
+            except asyncio.CancelledError:  # other senders continue behind the rest of this frame
+                self.copy_rest()
+                raise
+        return self._parts - len(self._unsent) >= parts
 
     def copy_rest(self) -> None:
         """See `Stream.copy_rest`."""
@@ -90,6 +97,7 @@ class SocketStream(Stream):
             return False
         header = self._writer.header(tag, payload, is_last)
         self._unsent += memoryview(header), memoryview(payload)
+        self._parts += 2
         if self._writing is None and not self._write_now():
             self._writing = asyncio.ensure_future(self._write_rest())
         return True
@@ -104,14 +112,22 @@ class SocketStream(Stream):
         finally:
             self.written_s += time.monotonic() - begin_s
 
-    async def _write_rest(self) -> bool:
+    async def _write_rest(self) -> None:
         assert self._socket is not None
         begin_s = time.monotonic()
+
+        def note_progress() -> None:
+            nonlocal begin_s
+            now_s = time.monotonic()
+            self.written_s += now_s - begin_s
+            begin_s = now_s
+            written = self._parts - len(self._unsent)
+            while self._waiting and self._waiting[0][0] <= written:
+                settle(self._waiting.pop(0)[1])
+
         try:
             while self._unsent:  # frames may be appended before this coroutine continues
-                await self._socket.write_rest(self._unsent, self._timeout_s)
-            self.written_s += time.monotonic() - begin_s
-            return True
+                await self._socket.write_rest(self._unsent, self._timeout_s, note_progress)
         except StalledError:
             self._is_stalled = True
             self.cancel()  # the rest of the frame will not follow
@@ -119,7 +135,8 @@ class SocketStream(Stream):
             await asyncio.wait({self._watcher}, timeout=self._timeout_s)  # it finds the reason
         finally:
             self._writing = None
-        return False
+            while self._waiting:  # in vain
+                settle(self._waiting.pop(0)[1])
 
     def cancel(self) -> None:
         """See `Stream.cancel`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness import DEADLINE_S, deadline_s
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
@@ -185,8 +187,10 @@ def test_waits_that_begin_later_are_checked_in_time_as_well() -> None:
     for number in range(4):  # each begins between two checks of those before it
         tag = TAG._replace(segment=number)
         futures.append(event_loop.start(box.take(1, tag, f"loaf {number}")))
+        until_s = time.monotonic() + deadline_s(DEADLINE_S)
         while not any(wait.name == f"loaf {number}" for wait, _ in stalls):
-            pass
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
     for number, future in enumerate(futures):
         box.put(1, TAG._replace(segment=number), memoryview(b"flour"))
         assert future.result(30)[1] == b"flour"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -24,7 +27,7 @@ def test_a_coroutine_continues_within_the_call_that_wakes_it() -> None:
                 events.append(number)
             return "the result"
 
-        waiting = asyncio.ensure_future(at_once(wait()))
+        waiting = asyncio.ensure_future(at_once(wait))
         await asyncio.sleep(0)
         for number in range(3):
             events.append(wakeups[-1].wake())
@@ -67,7 +70,7 @@ def test_a_coroutine_that_wakes_another_one_goes_first() -> None:
             assert not first[0].wake()
             events.append("has woken")
 
-        await asyncio.gather(at_once(wait()), at_once(wake()))
+        await asyncio.gather(at_once(wait), at_once(wake))
         return events
 
     assert run(work()) == ["has woken", "woken"]
@@ -75,20 +78,17 @@ def test_a_coroutine_that_wakes_another_one_goes_first() -> None:
 
 @pytest.mark.parametrize("directly", [True, False])
 def test_another_thread_may_wake_a_coroutine(directly: bool) -> None:
-    async def work() -> int:
-        threads = set()
+    async def wait() -> int:
+        wakeup = Wakeup()
+        threading.Thread(target=wakeup.wake).start()
+        await wakeup
+        return threading.get_ident()
 
-        async def wait() -> None:
-            wakeup = Wakeup()
-            threading.Thread(target=wakeup.wake).start()
-            await wakeup
-            threads.add(threading.get_ident())
+    async def work() -> None:
+        ends_in = await (at_once(wait) if directly else wait())
+        assert ends_in == threading.get_ident()
 
-        await (at_once(wait()) if directly else wait())
-        assert threads == {threading.get_ident()}
-        return len(threads)
-
-    assert run(work()) == 1
+    run(work())
 
 
 def test_futures_tasks_and_rounds_of_the_loop_may_be_awaited() -> None:
@@ -105,7 +105,7 @@ def test_futures_tasks_and_rounds_of_the_loop_may_be_awaited() -> None:
                 await asyncio.wait({task})
             return [task.result(), *await asyncio.gather(double(2), double(3))]
 
-        return await at_once(wait())
+        return await at_once(wait)
 
     assert run(work()) == [2, 4, 6]
 
@@ -118,7 +118,7 @@ def test_errors_arrive_at_the_caller() -> None:
 
     for waits in (False, True):
         with pytest.raises(KeyError, match="mine"):
-            run(at_once(fail(waits)))
+            run(at_once(fail, waits))
 
 
 def test_the_error_of_a_future_arrives_in_the_coroutine() -> None:
@@ -133,7 +133,7 @@ def test_the_error_of_a_future_arrives_in_the_coroutine() -> None:
         async def task() -> str:
             return await asyncio.ensure_future(wait())
 
-        return await at_once(task())
+        return await at_once(task)
 
     assert run(work()) == "too late"
 
@@ -152,7 +152,7 @@ def test_a_cancelled_caller_waits_until_the_coroutine_has_ended() -> None:
                 await asyncio.sleep(0.001)
                 events.append("ended")
 
-        waiting = asyncio.ensure_future(at_once(wait()))
+        waiting = asyncio.ensure_future(at_once(wait))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait({waiting})
@@ -172,9 +172,91 @@ def test_a_coroutine_may_refuse_to_be_cancelled() -> None:
                 await asyncio.sleep(0)
             return "the result"
 
-        waiting = asyncio.ensure_future(at_once(wait()))
+        waiting = asyncio.ensure_future(at_once(wait))
         await asyncio.sleep(0)
         waiting.cancel()
         return await waiting
 
     assert run(work()) == "the result"
+
+
+@pytest.mark.parametrize("error", [None, KeyError("mine")])
+def test_a_coroutine_may_end_in_the_round_in_which_its_caller_is_cancelled(
+    error: Exception | None,
+) -> None:
+    async def work() -> None:
+        wakeups: list[Wakeup] = []
+
+        async def wait() -> None:
+            wakeups.append(Wakeup())
+            await wakeups[0]
+            if error is not None:
+                raise error
+
+        waiting = asyncio.ensure_future(at_once(wait))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        assert wakeups[0].wake()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled()
+
+    run(work())
+
+
+def test_a_cancelled_caller_cancels_what_the_coroutine_awaits() -> None:
+    async def work() -> list[str]:
+        events: list[str] = []
+
+        async def child() -> None:
+            try:
+                await Wakeup()
+            except asyncio.CancelledError:
+                events.append("cancelled")
+                raise
+
+        async def wait() -> None:
+            await asyncio.gather(child(), child())
+
+        waiting = asyncio.ensure_future(at_once(wait))
+        while not asyncio.all_tasks() - {asyncio.current_task(), waiting}:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        return [*events]  # the end of the loop cancels them, too
+
+    assert run(work()) == ["cancelled", "cancelled"]
+
+
+class Memory:
+    """Stands for an array, which a test finds again by a weak reference."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_memory_of_a_coroutine_is_free_once_it_has_ended(fails: bool) -> None:
+    async def work() -> weakref.ref[Memory]:
+        async def wait() -> Memory:
+            memory = Memory()
+            references.append(weakref.ref(memory))
+            asyncio.get_running_loop().call_soon(wakeup_of_wait().wake)
+            await wakeups[0]
+            if fails:
+                raise KeyError("mine")
+            return memory
+
+        def wakeup_of_wait() -> Wakeup:
+            wakeups.append(Wakeup())
+            return wakeups[0]
+
+        references: list[weakref.ref[Memory]] = []
+        wakeups: list[Wakeup] = []
+        with contextlib.suppress(KeyError):
+            await at_once(wait)
+        wakeups.clear()
+        return references[0]
+
+    gc.disable()
+    try:
+        assert run(work())() is None
+    finally:
+        gc.enable()

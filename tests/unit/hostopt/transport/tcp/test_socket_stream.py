@@ -131,6 +131,23 @@ def test_a_lazy_sender_continues_before_its_frames_are_written() -> None:
     run(work())
 
 
+def test_a_sender_waits_for_its_own_frame_and_not_for_later_ones() -> None:
+    async def work() -> None:
+        peer = Peer()
+        assert await peer.stream.put(Tag(0, 0), bytes(LARGE), lazily=True)
+        sending = asyncio.ensure_future(peer.stream.put(Tag(0, 1), b"small"))
+        await asyncio.sleep(0)
+        assert await peer.stream.put(Tag(0, 2), bytes(LARGE), lazily=True)
+        assert not sending.done()
+        assert [(await peer.receive())[0].step for _ in (0, 1)] == [0, 1]
+        assert await sending
+        assert peer.stream.writing_since_s is not None  # the last frame
+        assert (await peer.receive())[0].step == 2
+        assert await peer.stream.has_written()
+
+    run(work())
+
+
 def test_a_lazy_sender_waits_once_many_frames_are_unsent() -> None:
     async def work() -> int:
         peer, count = Peer(), 0
@@ -170,7 +187,7 @@ def test_a_lazy_sender_learns_of_a_stall_and_of_the_end() -> None:
         peer = Peer(timeout_s=0.1)
         assert await peer.stream.put(Tag(0, 1), bytes(LARGE), lazily=True)
         await asyncio.sleep(0)
-        assert (peer.stream.writing_since_s is None) is False
+        assert peer.stream.writing_since_s is not None
         if ends:
             peer.remote.close()
         assert not await peer.stream.has_written()
