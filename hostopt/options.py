@@ -125,7 +125,7 @@ class Options:
     """
 
     bucket_mb: float = option(25.0, Number(_ALIGNMENT_BYTES / MIB, MIB, False, _ALIGNMENT_BYTES))
-    segment_bytes: int = option(2 * MIB, Number(1, MAX_SEGMENT_BYTES, whole=True), same=True)
+    segment_bytes: int = option(0, Number(0, MAX_SEGMENT_BYTES, whole=True), same=True)
     streams: int = option(0, Number(0, MAX_STREAMS, whole=True))
     rendezvous_timeout_s: float = option(300.0, _SECONDS)
     stall_warning_s: float = option(30.0, _SECONDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -47,15 +46,9 @@ class CallMessages:
             self._trace(Track.RING_RECEIVE, tag, begin_s, len(payload))
         return payload
 
-    @contextlib.asynccontextmanager
-    async def sending(self, peer: int, phase: str) -> AsyncIterator[None]:
-        """The scope of lazy sends to a peer: afterwards their payloads may be changed."""
-        try:
-            yield
-        except BaseException:
-            self._transport.copy_rest(peer)
-            raise
-        await self._transport.send_rest(peer, self._call.tag(), self._call.in_phase(phase))
+    def sending(self, peer: int, phase: str) -> contextlib.AbstractAsyncContextManager[None]:
+        """The scope of lazy sends to a peer; see `Transport.sending`."""
+        return self._transport.sending(peer, self._call.tag(), self._call.in_phase(phase))
 
     async def send_array(
         self, peer: int, tag: Tag, array: Array, phase: str, lazily: bool = False
@@ -102,12 +95,12 @@ class CallMessages:
 
     async def send_segments(self, peer: int, flat: Array) -> None:
         """Sends an array of shape [n] to a rank that calls `receive_segments`."""
-        for segment, part in segments(flat, self._transport.options.segment_bytes):
+        for segment, part in segments(flat, self._transport.segment_bytes):
             await self.send_array(peer, self._call.tag(0, 0, segment), part, "send")
 
     async def receive_segments(self, peer: int, flat: Array) -> None:
         """Receives an array of shape [n], in place, from a rank that calls `send_segments`."""
-        for segment, part in segments(flat, self._transport.options.segment_bytes):
+        for segment, part in segments(flat, self._transport.segment_bytes):
             tag = self._call.tag(0, 0, segment)
             await self.receive_array(peer, tag, part.size, flat.dtype, "send", into=part)
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.messages import CallMessages
-from hostopt.collectives.ring_schedule import SEGMENTS_AHEAD, Round, Stripe, chunk_slices
+from hostopt.collectives.ring_schedule import Round, Stripe, chunk_slices
 from hostopt.transport.base import Transport
 
 # Up to these sizes, doubling, and halving of 4 and 8 ranks, are faster than the ring.
@@ -148,7 +148,7 @@ class Pairs:
                 await self._messages.send_array(peer, tag, values, phase, lazily=True)
 
         async with self._messages.sending(peer, phase):
-            await send(SEGMENTS_AHEAD)
+            await send(self._stripe.segments_ahead(sent[0].itemsize))
             for place, segment, values in self._segments(wanted):
                 tag, into = self._call.tag(round_, place, segment), values if op is None else None
                 received = await self._messages.receive_array(

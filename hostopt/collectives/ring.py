@@ -21,7 +21,6 @@ from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.pairs import MEDIUM_BYTES, SMALL_BYTES, Pairs
 from hostopt.collectives.ring_schedule import (
     ONE_STREAM,
-    SEGMENTS_AHEAD,
     Round,
     Stripe,
     all_gather_rounds,
@@ -97,7 +96,7 @@ class RingGroup:
     def _round(self, flat: Array) -> None:
         """Rounds values as the wire format does, with as little scratch memory."""
         if self._wire_format is not None:
-            for _, part in segments(flat, self._transport.options.segment_bytes):
+            for _, part in segments(flat, self._transport.segment_bytes):
                 _encode(self._wire_format, part, keep=True)
 
     def all_gather_in_place(self, call: CollectiveCall, flat: Array) -> None:
@@ -148,7 +147,7 @@ class RingGroup:
         transport, size, wire = self._transport, self._size, self._wire_format
         if size > 2 and wire is None:
             pairs = functools.partial(Pairs, transport, self._members, call)
-            small_bytes = min(SMALL_BYTES, transport.options.segment_bytes)
+            small_bytes = min(SMALL_BYTES, transport.segment_bytes)
             if rounds[0].reduce and flat.nbytes <= small_bytes:
                 await pairs(ONE_STREAM).double(flat, op)
                 return
@@ -174,7 +173,7 @@ class RingGroup:
 
         The longest chunk has `length` elements of `itemsize` bytes on the wire.
         """
-        most = max(self._transport.options.segment_bytes // itemsize, 1)
+        most = max(self._transport.segment_bytes // itemsize, 1)
         least = min(max(_LEAST_BYTES // itemsize, 1), most)
         streams = max(1, min(self._transport.streams, length // least))
         if streams == 1:
@@ -212,7 +211,7 @@ class RingGroup:
                 await messages.send_array(self._next, tag, encoded, phases[0], lazily)
 
         async with messages.sending(self._next, phases[last]):
-            await send_first(SEGMENTS_AHEAD)
+            await send_first(stripe.segments_ahead(wire.dtype.itemsize))
             for index, round_ in enumerate(rounds):
                 # An empty chunk is sent as one empty segment for size - 1 rounds. So every rank
                 # hears from every other one, and mismatched calls are detected, before any rank
@@ -243,7 +242,7 @@ class RingGroup:
     async def _broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
         messages = CallMessages(self._transport, call)
         next_, last = (self._index + 1) % self._size, (root - 1) % self._size
-        for segment, part in segments(flat, self._transport.options.segment_bytes):
+        for segment, part in segments(flat, self._transport.segment_bytes):
             tag = call.tag(0, 0, segment)
             if self._index != root:
                 await messages.receive_array(
@@ -277,7 +276,7 @@ class RingGroup:
         messages = CallMessages(self._transport, call)
         gathered: list[bytes | memoryview] = [data] * self._size
         if self._size > 1:
-            most_bytes = self._transport.options.segment_bytes
+            most_bytes = self._transport.segment_bytes
             for segment, part in enumerate(_byte_segments(data, most_bytes)):
                 tag = call.tag(0, self._index, segment)
                 await messages.send(self._next, tag, part, "all-gather")

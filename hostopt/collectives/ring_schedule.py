@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from hostopt.collectives.call import Array
 
-# Number of segments that a rank sends before it receives. They keep the network busy. Sending
-# everything at once would fill the receiver with freshly allocated memory, page fault by page
-# fault.
-SEGMENTS_AHEAD = 4
+# What a rank sends before it receives keeps the network busy. More would leave the caches, or fill
+# the receiver with freshly allocated memory, page fault by page fault.
+_MOST_SEGMENTS_AHEAD, _BYTES_AHEAD = 4, 2 << 20
 
 
 class Round(NamedTuple):
@@ -81,6 +80,10 @@ class Stripe(NamedTuple):
     stream: int
     streams: int
     most: int  # elements of a segment
+
+    def segments_ahead(self, itemsize: int) -> int:
+        """Returns how many segments a rank sends before it receives."""
+        return max(1, min(_MOST_SEGMENTS_AHEAD, _BYTES_AHEAD // (self.most * itemsize)))
 
     def of(self, chunk: Array) -> Array:
         """Returns the stripe of a chunk."""

@@ -75,7 +75,7 @@ def tune(connect: Callable[[Options], Communicator], options: Options) -> list[T
     best = fastest(trials)
     if best.has_segments:
         options = replace(options, communication=best.communication)
-        segments = [each for each in _SEGMENTS_BYTES if each != options.segment_bytes]
+        segments = [each for each in _SEGMENTS_BYTES if each != best.segment_bytes]
         trials += [_try(connect, replace(options, segment_bytes=each)) for each in segments]
         best = fastest(trials)
         options = replace(options, segment_bytes=best.segment_bytes)
@@ -123,7 +123,7 @@ def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:
     seconds: list[float] = []
     with connect(options) as communicator:
         if communicator.rank == 0:
-            size = bench.format_size(options.segment_bytes)
+            size = bench.format_size(communicator.transport.segment_bytes)
             sys.stderr.write(
                 f"hostopt: trial of {options.communication}, segments of {size}, "
                 f"{communicator.transport.streams} stream(s)\n"
@@ -136,11 +136,12 @@ def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:
         communicator.barrier("the end of a trial")
         over_mpi = communicator.world is not None
         has_segments = not (communicator.on_one_host or over_mpi)
+        segment_bytes = communicator.transport.segment_bytes
         streams = communicator.transport.streams
     sizes = _BUCKETS_BYTES[: len(seconds)]
     return Trial(
         options.communication,
-        options.segment_bytes,
+        segment_bytes,
         streams,
         sizes,
         tuple(seconds),

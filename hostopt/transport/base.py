@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import abc
 import collections
+import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError, HostOptError, PeerLostError, ResourceError, error_from_dict
@@ -25,6 +26,7 @@ from hostopt.process.error_report import cause_of
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
 from hostopt.transport import event_loop
+from hostopt.transport.addresses import is_loopback
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Payload, Tag, Traffic, channel_number
 from hostopt.transport.mismatch import (
@@ -39,6 +41,10 @@ from hostopt.transport.stall import Status, Wait, build_status, find_culprit
 
 _log = logging.getLogger(__name__)
 
+# Largest messages by default. Between hosts, what arrives is added while it is still in the cache
+# of the core; on one host there may be more ranks than cores, and fewer messages cost less.
+SEGMENT_BYTES, LOCAL_SEGMENT_BYTES = 512 << 10, 2 << 20
+
 
 class Transport(abc.ABC):
     """Tagged messages between the ranks of one cluster."""
@@ -50,6 +56,10 @@ class Transport(abc.ABC):
         self.options = options
         self.rank: int = cluster.rank
         self.size = cluster.size
+        is_local = all(is_loopback(task.address) for task in cluster.ring)
+        self.segment_bytes = options.segment_bytes or (
+            LOCAL_SEGMENT_BYTES if is_local else SEGMENT_BYTES
+        )
         self.streams = 1  # event loops that share a large collective, the same on all ranks
         self.traffic = Traffic()
         self.mailbox = Mailbox(
@@ -79,17 +89,13 @@ class Transport(abc.ABC):
     ) -> None:
         """Sends a message; the payload may be changed once this returns.
 
-        With `lazily`, it may be changed once the peer has it, or after `send_rest` or
-        `copy_rest`; both concern what this event loop has sent to the peer.
+        With `lazily`, it may be changed once the peer has it, or after the scope of `sending`.
         """
 
-    async def send_rest(self, peer: int, tag: Tag, name: str = "") -> None:
-        """Waits until everything is sent; `tag` and `name` are for errors."""
-        return None  # `send` has copied it
-
-    def copy_rest(self, peer: int) -> None:
-        """Copies what is not sent yet."""
-        return None
+    @contextlib.asynccontextmanager
+    async def sending(self, peer: int, tag: Tag, name: str = "") -> AsyncIterator[None]:
+        """The scope of lazy sends to a peer, from this event loop; see `send`."""
+        yield  # by default, `send` has copied everything
 
     async def send_marker(self, peer: int, marker: Tag, name: str = "") -> None:
         """Sends a finish marker behind all messages that this rank has sent to the peer."""

@@ -72,8 +72,7 @@ class Mailbox:
         self._waits: dict[Waiting, None] = {}  # in the order in which they began
         # what waits for each message, and when that wait is to be checked
         self._awaited: dict[tuple[int, ...], tuple[Wakeup, float]] = {}
-        self._next_check_s = math.inf  # the earliest one of `_awaited`
-        self._timer: asyncio.TimerHandle | None = None  # for it, on loop 0
+        self._timer = _Timer(self._check_waits)  # one for all, as most waits end before it
         self._offered: dict[tuple[int, int, Tag], Destination] = {}  # by loop, peer and tag
         self._listeners: dict[int, Listener] = {}  # by channel
         self._on_failure: list[Callable[[HostOptError], object]] = []
@@ -138,8 +137,8 @@ class Mailbox:
                         check_s = time.monotonic() + check()
                         wakeup = Wakeup()
                         self._awaited[key] = wakeup, check_s
-                        if check_s < self._next_check_s:
-                            self._check_at(check_s)
+                        if check_s < self._timer.at_s:
+                            self._timer.call_at(check_s)
                     await wakeup
         except BaseException:
             if into is not None:
@@ -156,25 +155,13 @@ class Mailbox:
             return Destination(memoryview(np.empty(nbytes, np.uint8)))
         return offered
 
-    def _check_at(self, time_s: float) -> None:
-        """Has waits checked at this time. One timer serves all: most end before it."""
-        self._next_check_s = time_s
-        event_loop.call(0, self._set_timer)
-
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        left_s = self._next_check_s - time.monotonic()
-        self._timer = asyncio.get_running_loop().call_later(left_s, self._check_waits)
-
     def _check_waits(self) -> None:
         """Wakes the coroutines whose waits are due for a check."""
         with self._lock:
-            now_s, self._next_check_s = time.monotonic(), math.inf
-            awaited = list(self._awaited.values())
+            awaited, now_s = list(self._awaited.values()), time.monotonic()
             later_s = [check_s for _, check_s in awaited if check_s > now_s]
             if later_s:
-                self._check_at(min(later_s))
+                self._timer.call_at(min(later_s))
         for wakeup, check_s in awaited:
             if check_s <= now_s:
                 wakeup.wake()
@@ -294,6 +281,32 @@ class Mailbox:
             f"rank {self.cluster.rank} has waited {time.monotonic() - wait.since_s:.1f} s for "
             f"{wait.name or 'data'} from {self.cluster.describe(wait.peer)} at {wait.tag}"
         )
+
+
+class _Timer:
+    """Calls a function on event loop 0, at the time that `call_at` was given last."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+        self._handle: asyncio.TimerHandle | None = None
+        self.at_s = math.inf  # on the monotonic clock
+
+    def call_at(self, time_s: float) -> None:
+        """Sets the time; may be called on any event loop, but by one thread at a time."""
+        self.at_s = time_s
+        event_loop.call(0, self._set)
+
+    def _set(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        if self.at_s == math.inf:  # it was called since
+            return
+        left_s = self.at_s - time.monotonic()
+        self._handle = asyncio.get_running_loop().call_later(left_s, self._call)
+
+    def _call(self) -> None:
+        self.at_s = math.inf
+        self._function()
 
 
 class Waiting:

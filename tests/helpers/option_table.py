@@ -100,7 +100,7 @@ TIMELINE = path(
 )
 OPTIONS = {
     "bucket_mb": number(1 / 8192, 1 << 20, 3, np.float64(2)),
-    "segment_bytes": whole(1, 3, MAX_SEGMENT_BYTES),
+    "segment_bytes": whole(0, 3, MAX_SEGMENT_BYTES),
     "streams": whole(0, 3, MAX_STREAMS),
     "interfaces": Values(
         "None or up to 16 names",

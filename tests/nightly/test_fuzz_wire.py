@@ -256,13 +256,16 @@ def test_a_frame_on_a_socket_touches_only_its_own_buffer(
 
     async def receive() -> None:
         caller, called = data_sockets()
-        with mailbox.offer(1, Tag(*TAG), memoryview(into)):
-            await caller.write([header, payload])
-            caller.close()
-            try:
-                await receive_frames(called, FrameReader(Origin(8, 9)), mailbox, 1, MOST_BYTES)
-            finally:
-                called.close()
+        taking = asyncio.ensure_future(mailbox.take(1, Tag(*TAG), "", memoryview(into)))
+        await asyncio.sleep(0)
+        await caller.write([header, payload])
+        caller.close()
+        try:
+            await receive_frames(called, FrameReader(Origin(8, 9)), mailbox, 1, MOST_BYTES)
+        finally:
+            called.close()
+            taking.cancel()
+            await asyncio.wait({taking})
 
     with contextlib.suppress(ProtocolError, OSError):
         asyncio.run(receive())

@@ -9,10 +9,11 @@ threads hand work over to it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import AuthError, CollectiveTimeoutError, HostOptError, PeerLostError
@@ -117,17 +118,19 @@ class GrpcTransport(Transport):
             tried = stream  # it is replaced if a port cannot be reached
         raise self._send_error(stream, peer, tag, name)
 
-    async def send_rest(self, peer: int, tag: Tag, name: str = "") -> None:
-        """See `Transport.send_rest`."""
-        stream = self._streams.to(peer)
-        if stream is not None and not await stream.has_written():
-            raise self._send_error(stream, peer, tag, name)
-
-    def copy_rest(self, peer: int) -> None:
-        """See `Transport.copy_rest`."""
-        for stream in self._streams.all(peer):
-            if stream.loop == event_loop.current():
-                stream.copy_rest()
+    @contextlib.asynccontextmanager
+    async def sending(self, peer: int, tag: Tag, name: str = "") -> AsyncIterator[None]:
+        """See `Transport.sending`."""
+        try:
+            yield
+        except BaseException:
+            for stream in self._streams.all(peer):
+                if stream.loop == event_loop.current():
+                    stream.copy_rest()
+            raise
+        last = self._streams.to(peer)
+        if last is not None and not await last.has_written():
+            raise self._send_error(last, peer, tag, name)
 
     async def send_marker(self, peer: int, marker: Tag, name: str = "") -> None:
         """See `Transport.send_marker`. Each stream carries one, and the number of the others."""

@@ -70,7 +70,7 @@ def test_it_sends_the_least_bytes_in_few_messages(spawn_inproc: Spawn, size: int
         assert traffic.messages - before[0] == 2 * math.log2(size)
         assert traffic.payload_bytes - before[1] == 2 * (size - 1) * MEDIUM_BYTES // size
 
-    spawn_inproc(size, work)
+    spawn_inproc(size, work, segment_bytes=MEDIUM_BYTES)
 
 
 def test_more_goes_over_the_ring(spawn_inproc: Spawn) -> None:
