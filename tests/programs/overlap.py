@@ -26,8 +26,8 @@ def main(model_dir: str) -> None:
     buckets = set()
     send = transport.send
 
-    async def watched_send(peer, tag, payload, name="") -> None:
-        await send(peer, tag, payload, name)
+    async def watched_send(peer, tag, *rest) -> None:
+        await send(peer, tag, *rest)
         buckets.add(tag.bucket)
         if tag.bucket == 1 and tag.round == 0:
             bucket_1_sent.release()

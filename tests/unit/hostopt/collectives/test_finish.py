@@ -70,7 +70,7 @@ def test_communicators_that_finish_one_after_the_other(spawn_inproc: Spawn) -> N
 
         async def send_and_say(*message: Any) -> None:
             await send(*message)
-            if message[-1] != "first" and not message[1].is_finish_marker:
+            if message[3] != "first" and not message[1].is_finish_marker:
                 has_sent_both.set()
 
         async def recv_late(*arguments: Any) -> memoryview:
