@@ -132,7 +132,7 @@ class DividedUpdate:
     def _parts_of_rows(
         self, tables: Sequence[Array], rows: Sequence[Array], rank: int
     ) -> Iterator[tuple[Array, Array]]:
-        """Yields each table with those of the sorted indices that are in the part of a rank."""
+        """Yields each table, and the sorted indices that belong to the part of a rank."""
         for table, indices, part in zip(tables, rows, self._variables.parts[rank]):
             edges = part.start // table.shape[1], part.stop // table.shape[1]
             first, end = np.searchsorted(indices, edges)

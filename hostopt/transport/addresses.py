@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Callable
 
+from hostopt.cluster.cluster import Cluster
 from hostopt.process import descriptors
 
 # RFC 9113: a client begins with this text and its SETTINGS, which may be empty. The server answers
@@ -67,6 +68,11 @@ def is_loopback(address: str) -> bool:
     host, _ = host_and_port(address)
     # some systems resolve their own name to a loopback address, so of names only localhost counts
     return host == "localhost" or (not is_name(address) and ipaddress.ip_address(host).is_loopback)
+
+
+def is_local(cluster: Cluster) -> bool:
+    """Returns True if the addresses of all ranks are written as loopback addresses."""
+    return all(is_loopback(task.address) for task in cluster.ring)
 
 
 def is_name(address: str) -> bool:

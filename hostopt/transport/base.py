@@ -26,7 +26,7 @@ from hostopt.process.error_report import cause_of
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
 from hostopt.transport import event_loop
-from hostopt.transport.addresses import is_loopback
+from hostopt.transport.addresses import is_local
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Payload, Tag, Traffic, channel_number
 from hostopt.transport.mismatch import (
@@ -56,9 +56,8 @@ class Transport(abc.ABC):
         self.options = options
         self.rank: int = cluster.rank
         self.size = cluster.size
-        is_local = all(is_loopback(task.address) for task in cluster.ring)
         self.segment_bytes = options.segment_bytes or (
-            LOCAL_SEGMENT_BYTES if is_local else SEGMENT_BYTES
+            LOCAL_SEGMENT_BYTES if is_local(cluster) else SEGMENT_BYTES
         )
         self.streams = 1  # event loops that share a large collective, the same on all ranks
         self.traffic = Traffic()

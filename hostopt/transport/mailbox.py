@@ -174,8 +174,7 @@ class Mailbox:
     def waiting(self, peer: int, tag: Tag, name: str, grace_s: float = 0.0) -> Waiting:
         """Registers a wait for a peer, by any means, in a scope; see `Waiting`.
 
-        After the peer has left in good order, the wait goes on for `grace_s`, as its data may
-        still arrive.
+        If the peer leaves in good order, the wait goes on for `grace_s`: its data may still come.
         """
         wait = Wait(peer, tag, name, time.monotonic())
         due = schedule(wait, self._options, self._on_stall, self._on_long_wait)

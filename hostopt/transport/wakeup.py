@@ -93,7 +93,7 @@ class _Run(Generic[_Result]):
             self.step(asyncio.CancelledError())
 
     def close(self) -> None:
-        """Ends a coroutine that nobody awaits any more, and frees the memory of an error."""
+        """Ends the coroutine, for which nobody waits any more, and frees what its error keeps."""
         self.has_ended = True
         self._coroutine.close()
         del self.end  # its exception has frames that refer to this object

@@ -15,7 +15,7 @@ from typing import Any, Callable
 
 from hostopt.errors import ProtocolError
 from hostopt.transport import event_loop, server_sockets
-from hostopt.transport.addresses import is_loopback
+from hostopt.transport.addresses import is_local
 from hostopt.transport.frame import FrameReader, FrameWriter, Stream
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.client import RpcClient
@@ -160,8 +160,8 @@ class OutgoingStreams:
         self._on_broken = on_broken
         has_checksum = ring.options.checksum
         if has_checksum is None:
-            is_local = all(is_loopback(task.address) for task in ring.peers.cluster.ring)
-            has_checksum = not is_local and ring.security.tls is None  # TLS has checksums itself
+            # TLS has checksums itself
+            has_checksum = not is_local(ring.peers.cluster) and ring.security.tls is None
         self._has_checksum = has_checksum
         self._context = None
         if ring.security.tls is not None and ring.options.uses_data_sockets:

@@ -102,8 +102,8 @@ class GrpcTransport(Transport):
         self, peer: int, tag: Tag, payload: Payload, name: str = "", lazily: bool = False
     ) -> None:
         """See `Transport.send`."""
-        if self.mailbox.error is not None:
-            raise self.mailbox.error
+        if self.error is not None:
+            raise self.error
         if self._closed:
             raise PeerLostError(
                 "this rank has left the ring", **self.cluster.attributes(self.rank)

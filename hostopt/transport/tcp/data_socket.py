@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import ssl
 import time
@@ -83,8 +84,8 @@ class DataSocket:
     async def fill(self, wanted: Iterable[Destination | None]) -> None:
         """Fills destinations in turn, until there are no more.
 
-        The bytes go where the destination has its view at that time. None lets the event loop
-        make a round.
+        A byte goes to the view that its destination has when it is read. None stands for a round
+        of the event loop before the next destination.
         """
         end: asyncio.Future[None] = self._loop.create_future()
         filling = self._fill(wanted)
@@ -106,15 +107,9 @@ class DataSocket:
                 is_soon = True
                 self._loop.call_soon(go_on, True)
 
-        self._waits.add(end)
-        self._loop.add_reader(self._descriptor(), go_on)
-        try:
+        with self._calling(go_on, end):
             go_on()
             await end
-        finally:
-            self._waits.discard(end)
-            if self._socket.fileno() >= 0:
-                self._loop.remove_reader(self._socket)
 
     def _fill(self, wanted: Iterable[Destination | None]) -> Iterator[bool]:
         """Reads what has arrived; yields True if there may be more, False if nothing is left."""
@@ -146,14 +141,11 @@ class DataSocket:
             self._low_water = nbytes
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
-    async def write(self, parts: Sequence[bytes | Data], timeout_s: float | None = None) -> None:
-        """Writes all bytes of several parts, which must not change until this returns.
-
-        Raises StalledError if the peer takes no bytes for `timeout_s`.
-        """
+    async def write(self, parts: Sequence[bytes | Data]) -> None:
+        """Writes all bytes of several parts, which must not change until this returns."""
         rest = [memoryview(part) for part in parts]
         if not self.write_now(rest):
-            await self.write_rest(rest, timeout_s)
+            await self.write_rest(rest)
 
     async def write_rest(
         self,
@@ -161,7 +153,10 @@ class DataSocket:
         timeout_s: float | None = None,
         note_progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """Writes what `write_now` has left, and what is appended to it meanwhile; see `write`."""
+        """Writes what `write_now` has left, and what is appended to it meanwhile.
+
+        Raises StalledError if the peer takes no bytes for `timeout_s`.
+        """
         end: asyncio.Future[None] = self._loop.create_future()
 
         def go_on() -> None:
@@ -174,20 +169,16 @@ class DataSocket:
                 settle(end, error)
 
         self.writing_since_s = time.monotonic()
-        self._waits.add(end)
-        self._loop.add_writer(self._descriptor(), go_on)
         try:
-            while not end.done():
-                left_s = timeout_s and self.writing_since_s + timeout_s - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    raise StalledError
-                await asyncio.wait({end}, timeout=left_s)
-            end.result()
+            with self._calling(go_on, end, to_write=True):
+                while not end.done():
+                    left_s = timeout_s and self.writing_since_s + timeout_s - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        raise StalledError
+                    await asyncio.wait({end}, timeout=left_s)
+                end.result()
         finally:
             self.writing_since_s = None
-            self._waits.discard(end)
-            if self._socket.fileno() >= 0:
-                self._loop.remove_writer(self._socket)
 
     def write_now(self, rest: list[Data]) -> bool:
         """Writes what the kernel takes, and removes it from `rest`; True if that is all."""
@@ -210,14 +201,22 @@ class DataSocket:
 
     async def _ready(self, to_write: bool = False) -> None:
         """Waits until the socket can be read or written."""
-        fd, loop = self._descriptor(), self._loop
-        ready = loop.create_future()
-        (loop.add_writer if to_write else loop.add_reader)(fd, settle, ready)
-        self._waits.add(ready)
-        try:
+        ready: asyncio.Future[None] = self._loop.create_future()
+        with self._calling(functools.partial(settle, ready), ready, to_write):
             await ready
+
+    @contextlib.contextmanager
+    def _calling(
+        self, function: Callable[[], object], end: asyncio.Future[None], to_write: bool = False
+    ) -> Iterator[None]:
+        """Calls a function whenever the socket can be read or written; `close` ends the wait."""
+        fd, loop = self._descriptor(), self._loop
+        (loop.add_writer if to_write else loop.add_reader)(fd, function)
+        self._waits.add(end)
+        try:
+            yield
         finally:
-            self._waits.discard(ready)
+            self._waits.discard(end)
             if self._socket.fileno() == fd:
                 (loop.remove_writer if to_write else loop.remove_reader)(fd)
 

@@ -46,7 +46,7 @@ def test_both_directions_at_the_same_time() -> None:
 def test_a_peer_that_takes_nothing_ends_a_write_at_the_deadline() -> None:
     async def write() -> None:
         sender, _receiver = data_sockets()
-        await sender.write([bytes(LARGE)], timeout_s=0.05)
+        await sender.write_rest([memoryview(bytes(LARGE))], timeout_s=0.05)
 
     with pytest.raises(StalledError):
         run(write())
@@ -55,7 +55,8 @@ def test_a_peer_that_takes_nothing_ends_a_write_at_the_deadline() -> None:
 def test_a_peer_that_takes_little_at_a_time_has_the_deadline_for_each_part() -> None:
     async def work() -> bool:
         sender, receiver = data_sockets()
-        writing = asyncio.ensure_future(sender.write([bytes(10 * LARGE)], timeout_s=0.5))
+        payload = memoryview(bytes(10 * LARGE))
+        writing = asyncio.ensure_future(sender.write_rest([payload], timeout_s=0.5))
         begin_s = time.monotonic()
         while time.monotonic() < begin_s + 1.0:
             await receiver.read_exactly(LARGE // 20)
