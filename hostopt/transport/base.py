@@ -15,6 +15,7 @@ import collections
 import contextlib
 import itertools
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Sequence
 
@@ -41,9 +42,9 @@ from hostopt.transport.stall import Status, Wait, build_status, find_culprit
 
 _log = logging.getLogger(__name__)
 
-# Largest messages by default. Between hosts, what arrives is added while it is still in the cache
-# of the core; on one host there may be more ranks than cores, and fewer messages cost less.
-SEGMENT_BYTES, LOCAL_SEGMENT_BYTES = 512 << 10, 2 << 20
+# Largest messages by default: between hosts, on one host, and if that has more ranks than cores.
+# Small ones are added while they are in the cache of the core, and large ones cost fewer calls.
+_SEGMENT_BYTES, _LOCAL_SEGMENT_BYTES, MOST_SEGMENT_BYTES = 512 << 10, 2 << 20, 8 << 20
 
 
 class Transport(abc.ABC):
@@ -56,9 +57,7 @@ class Transport(abc.ABC):
         self.options = options
         self.rank: int = cluster.rank
         self.size = cluster.size
-        self.segment_bytes = options.segment_bytes or (
-            LOCAL_SEGMENT_BYTES if is_local(cluster) else SEGMENT_BYTES
-        )
+        self.segment_bytes = options.segment_bytes or _segment_bytes(cluster)
         self.streams = 1  # event loops that share a large collective, the same on all ranks
         self.traffic = Traffic()
         self.mailbox = Mailbox(
@@ -239,3 +238,10 @@ class Transport(abc.ABC):
     def _wait_for_dump(self) -> None:
         if self.size > 1 and self.error is not None:
             self.recorder.wait_for_dump()
+
+
+def _segment_bytes(cluster: Cluster) -> int:
+    if not is_local(cluster):
+        return _SEGMENT_BYTES
+    is_crowded = cluster.size > (os.cpu_count() or 1)  # the same on all ranks
+    return MOST_SEGMENT_BYTES if is_crowded else _LOCAL_SEGMENT_BYTES
