@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rings import Spawn
 
 from hostopt import __main__ as cli
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ConfigError, ProtocolError
-from hostopt.measure import bench
+from hostopt.measure import bench, plain_tcp
+from hostopt.measure.plain_tcp import line_gbit
 from hostopt.options import Options
+from hostopt.transport.addresses import hold_port, port_of
 from hostopt.transport.inproc import InprocTransport
 
 
@@ -48,7 +51,7 @@ def test_sizes_are_written_with_the_largest_whole_unit() -> None:
 
 def test_the_share_of_a_line_is_what_a_rank_sends_over_it() -> None:
     timing = bench.Timing(1 << 30, (1.0, 0.5, 0.25), 0.1, sent_bytes=1e9, ring_bytes=1e9)
-    *_, row = bench.format_table([timing], line_gbit=20).splitlines()
+    *_, row = bench.format_table([timing], 20).splitlines()
     assert row.endswith("| 0.800 |")
     assert "share" not in bench.format_table([timing])
 
@@ -101,6 +104,34 @@ def test_all_ranks_report_the_time_of_the_slowest() -> None:
     times = in_threads(3, measure)
     assert times[0] == times[1] == times[2]
     assert len(times[0][0]) == 3
+
+
+def test_ranks_agree_on_the_speed_of_the_line(spawn_tcp: Spawn) -> None:
+    speeds = spawn_tcp(3, line_gbit)
+    assert speeds[0] > 0
+    assert speeds == [speeds[0]] * 3
+
+
+def test_a_line_of_ports_that_a_rank_cannot_reach_has_no_speed(
+    spawn_tcp: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hold_port() as nobody_listens:
+        closed_port = port_of(nobody_listens)
+
+        def measure(communicator: Communicator) -> float | None:
+            monkeypatch.setattr(plain_tcp, "_TIMEOUT_S", 0.5)
+            monkeypatch.setattr(plain_tcp, "port_of", lambda _: closed_port)
+            return line_gbit(communicator)
+
+        assert spawn_tcp(2, measure) == [None, None]
+
+
+def test_the_measured_line_is_below_the_table() -> None:
+    timing = bench.Timing(1 << 30, (1.0,), 0.1, sent_bytes=1e9, ring_bytes=1e9, line_gbit=10.04)
+    *_, row, _, note = bench.format_table([timing]).splitlines()
+    assert row.endswith("| 0.797 |")
+    assert note == "The line: 10 Gbit/s, what plain TCP carries from rank to rank."
+    assert bench.format_table([timing], 20).splitlines()[-1].endswith("| 0.400 |")
 
 
 @pytest.mark.parametrize("path", ["/", "/no/such/directory/times.json"])

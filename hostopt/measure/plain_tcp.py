@@ -1,0 +1,103 @@
+"""Plain TCP between the ranks, whose speed bounds that of collectives over the network."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from hostopt.collectives.communicator import Communicator, all_gather_json
+from hostopt.transport.addresses import host_and_port, listen_address, port_of
+
+_TIMEOUT_S = 30.0
+_CHUNK_BYTES = 1 << 20
+_LEAST_S = 0.2  # of a stream that shows the speed of a line
+
+
+class PlainTcp:
+    """TCP connections from each rank to the next one, for measurements.
+
+    Collective, as is its method: all ranks must call it.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        rank, ring = communicator.rank, communicator.transport.cluster.ring
+        next_ = (rank + 1) % communicator.size
+        host, _ = host_and_port(listen_address(ring[rank].address))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._sockets: list[socket.socket] = []  # to the next rank, from the previous one
+        with socket.create_server((host, 0), family=family) as server:
+            ports = all_gather_json(communicator, port_of(server), "ports for plain TCP")
+            server.settimeout(_TIMEOUT_S)
+            try:
+                address = host_and_port(ring[next_].address)[0], ports[next_]
+                self._sockets.append(socket.create_connection(address, _TIMEOUT_S))
+                self._sockets.append(server.accept()[0])
+                self._sockets[1].settimeout(_TIMEOUT_S)
+            except OSError:  # `seconds` reports it
+                self.close()
+
+    def __enter__(self) -> PlainTcp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for each in self._sockets:
+            each.close()
+
+    def seconds(self, size_bytes: int) -> float:
+        """Returns how long the slowest rank takes to send that much, and to receive it meanwhile.
+
+        The result is infinite if a rank cannot reach the next one.
+        """
+        self._communicator.barrier("a stream of plain TCP")
+        try:
+            seconds = self._stream(size_bytes)
+        except OSError:
+            seconds = math.inf
+            self.close()  # no neighbour waits for the rest
+        return float(self._communicator.all_gather(np.array([seconds]), "times of TCP").max())
+
+    def _stream(self, size_bytes: int) -> float:
+        if len(self._sockets) < 2:
+            raise ConnectionError("the ranks are not connected")
+        outgoing, incoming = self._sockets
+        started_s = time.perf_counter()
+
+        def send() -> None:
+            chunk = memoryview(bytes(_CHUNK_BYTES))
+            for start in range(0, size_bytes, _CHUNK_BYTES):
+                outgoing.sendall(chunk[: size_bytes - start])
+
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(send)
+            buffer, left_bytes = bytearray(_CHUNK_BYTES), size_bytes
+            while left_bytes:
+                received = incoming.recv_into(buffer, min(left_bytes, _CHUNK_BYTES))
+                if not received:
+                    raise ConnectionResetError("the previous rank has closed the connection")
+                left_bytes -= received
+            sending.result()
+        return time.perf_counter() - started_s
+
+
+def line_gbit(communicator: Communicator) -> float | None:
+    """Returns the payload that plain TCP carries from rank to rank, in Gbit/s, of the slowest.
+
+    Collective: all ranks must call it. The result is None if no collective uses TCP, or if the
+    ranks cannot reach each other's ports.
+    """
+    if communicator.size == 1 or communicator.on_one_host or communicator.world is not None:
+        return None
+    with PlainTcp(communicator) as streams:
+        size_bytes = _CHUNK_BYTES
+        while (seconds := streams.seconds(size_bytes)) < _LEAST_S:
+            size_bytes *= 4
+    return 8e-9 * size_bytes / seconds or None
