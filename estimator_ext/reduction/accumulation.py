@@ -73,12 +73,10 @@ class Accumulation(tf.compat.v1.train.SessionRunHook):
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Resets the number of micro-batches that wait for a step."""
-        del run_context, run_values
         self._pending = 0
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Logs micro-batches that the end of the data has left without a step."""
-        del session
         if self._pending and self._examples is None:
             _log.info(
                 "the data ended after %d of %d micro-batches, which make no step",

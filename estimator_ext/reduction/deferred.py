@@ -227,7 +227,6 @@ def _stand_in(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
 
 @tf.RegisterGradient(_REFUSED)
 def _refuse(op: tf.Operation, grad: tf.Tensor) -> Any:
-    del grad
     raise hostopt.ConfigError(
         f"a loss is differentiated through {op.inputs[0].op.name!r}, a gradient that is reduced "
         "over the ranks. Differentiate before reducing, or use tf.stop_gradient"

@@ -68,11 +68,11 @@ class _RankExtended(OneDeviceExtended):
         return tf.distribute.InputContext(size, self._strategy.cluster.rank or 0, size)
 
     def _input_workers_with_options(self, options: Any = None) -> InputWorkers:
-        del options  # batches stay on the host until the accelerator reads them
+        # batches stay on the host until the accelerator reads them
         return InputWorkers([(HOST_DEVICE, (HOST_DEVICE,))])
 
     def _make_input_fn_iterator(self, input_fn: Any, replication_mode: Any = None) -> Any:
-        del replication_mode  # with one replica per worker both modes are the same
+        # with one replica per worker both replication modes are the same
         return InputFunctionIterator(
             input_fn, self._input_workers, [self.input_context()], self._strategy
         )
@@ -213,7 +213,6 @@ class HostOffloadExtended(_RankExtended):
     # -- reductions ------------------------------------------------------------------------
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        del options
         is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
         is_trained = isinstance(value, tf.Variable) and value.trainable
         is_mirrored = is_trained and not is_sync_on_read(value)
@@ -226,7 +225,6 @@ class HostOffloadExtended(_RankExtended):
     def _batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
-        del options
         pairs = list(value_destination_pairs)
         if self.reduction.follows_gradients and reduce_op == tf.distribute.ReduceOp.SUM:
             pairs = [  # a program may give accumulators as gradients
@@ -273,7 +271,6 @@ class HostOffloadExtended(_RankExtended):
             return result if group else tf.nest.map_structure(self._local_results, result)
 
     def non_slot_devices(self, var_list: Any) -> tuple[str]:
-        del var_list
         return (HOST_DEVICE if self.variables_on_host else self._device,)
 
     @property

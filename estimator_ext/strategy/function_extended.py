@@ -96,7 +96,6 @@ class _Replica(HostOffloadExtended):
         return self._strategy.cluster.rank or 0
 
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> int:
-        del replica_id_in_sync_group
         return 0
 
     @property

@@ -36,14 +36,12 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Stores the first step."""
-        del coord
         # counted by the hook: if global_step itself differs, the ranks still compare together
         self._step = int(session.run(tf.compat.v1.train.get_global_step()))
         self._first_step = self._step
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Compares the variables if the step is one of those to compare after."""
-        del run_values
         before, self._step = self._step, self._step + self.steps_per_run
         firsts = (self._first_step + number for number in _FIRST_STEPS)
         is_early = any(before < step <= self._step for step in firsts)

@@ -129,7 +129,6 @@ def model_loader(keras: Any) -> Callable[..., Any]:
           legacy_opts: accepted for programs of Horovod, without effect: the optimizer stays of the
             kind that was saved.
         """
-        del legacy_opts
         objects = {each.__name__: each for each in custom_optimizers or []}
         objects.update(custom_objects or {})
         model = keras.models.load_model(filepath, custom_objects=objects)
@@ -168,7 +167,6 @@ class BroadcastGlobalVariablesCallback:
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts the variables if every rank has them already."""
-        del logs
         if not tf.executing_eagerly():
             raise ConfigError(
                 "eager execution is disabled, and the callbacks for Keras need it. Enable it, or "
@@ -184,7 +182,6 @@ class BroadcastGlobalVariablesCallback:
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcasts the variables after the first batch, unless that is done."""
-        del batch, logs
         if not self._is_done:
             self._broadcast()
 
@@ -207,7 +204,6 @@ class MetricAverageCallback:
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replaces the metrics by their averages."""
-        del epoch
         if logs is None:
             return
         own = {name: np.asarray(value, np.float64) for name, value in logs.items()}
@@ -278,7 +274,6 @@ class LearningRateScheduleCallback:
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Checks the optimizer, and finds the number of steps per epoch."""
-        del logs
         steps = self.steps_per_epoch or self.params.get("steps")
         if not self.staircase and not steps:
             raise ConfigError(
@@ -297,12 +292,10 @@ class LearningRateScheduleCallback:
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Remembers the number of the epoch."""
-        del logs
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Sets the learning rate, and the momentum for this batch."""
-        del logs
         if self._epoch < self.start_epoch:
             return
         if self.end_epoch is not None and self._epoch >= self.end_epoch:
@@ -314,12 +307,10 @@ class LearningRateScheduleCallback:
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Restores the momentum."""
-        del batch, logs
         self._scale_momentum(1.0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds the learning rate to the metrics."""
-        del epoch
         if logs is not None:
             logs["lr"] = self._learning_rate()
 

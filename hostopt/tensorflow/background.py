@@ -90,7 +90,7 @@ def in_order(
         arguments = [_resource(order), *inputs]
 
         def call(handle: tf.Tensor, *tensors: tf.Tensor) -> Sequence[tf.Tensor]:
-            del handle  # only an input
+            # the handle is only an input
             return build(*tensors)
 
         function = _as_graph_function(call, arguments)

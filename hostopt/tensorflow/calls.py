@@ -303,5 +303,4 @@ def _kind_of_both(kind: Any) -> Any:
 
 def _init(self: Any, node_def: Any, op: Any, message: str, *args: Any) -> None:
     """Takes the arguments of an OpError, with which AutoGraph and Keras make an error anew."""
-    del node_def, op, args
     HostOptError.__init__(self, message)

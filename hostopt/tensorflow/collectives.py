@@ -76,7 +76,6 @@ def allreduce(
     Raises:
       ConfigError: an argument or the dtype is not supported, or `init` was not called.
     """
-    del ignore_name_scope, param_index, num_params
     return grouped_allreduce(
         [tensor],
         average,
@@ -108,7 +107,6 @@ def grouped_allreduce(
 
     All ranks give the same number of tensors, and get the results in their order.
     """
-    del ignore_name_scope
     values = [
         each if isinstance(each, (tf.Tensor, tf.IndexedSlices)) else tf.convert_to_tensor(each)
         for each in tensors
@@ -190,7 +188,6 @@ def allgather(
     Raises:
       ConfigError: the tensor is a scalar, or an argument is not supported.
     """
-    del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("allgather", name, tensor)
     with calling(name, process_set) as ring:
@@ -228,7 +225,6 @@ def broadcast(
     Raises:
       ConfigError: `root_rank` is not a rank, or an argument is not supported.
     """
-    del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("broadcast", name, tensor)
     with calling(name, process_set) as ring:
@@ -280,7 +276,6 @@ def reducescatter(
     Raises:
       ConfigError: the tensor is a scalar, or an argument is not supported.
     """
-    del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("reducescatter", name, tensor)
     with calling(name, process_set, device_dense) as ring:
@@ -340,7 +335,6 @@ def alltoall(
     Raises:
       ConfigError: the rows cannot be divided like this.
     """
-    del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("alltoall", name, tensor)
     with calling(name, process_set) as ring:
@@ -390,7 +384,6 @@ def grouped_allgather(
     process_set: Any = None,
 ) -> list[tf.Tensor]:
     """Gathers tensors, the same number on all ranks; see `allgather` for the arguments."""
-    del ignore_name_scope
     name = call_name("grouped_allgather", name)
     return [
         allgather(each, f"{name}_{i}", process_set=process_set) for i, each in enumerate(tensors)

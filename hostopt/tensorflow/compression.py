@@ -22,7 +22,6 @@ class Compressor:
     @staticmethod
     def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
         """Returns the tensor in the form before `compress`."""
-        del context
         return tensor
 
 

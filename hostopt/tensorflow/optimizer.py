@@ -85,7 +85,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
     Raises:
       ConfigError: an argument or the kind of optimizer is not supported.
     """
-    del use_locking
     process_ring.current()  # which must be open
     refuse_unsupported(process_set, device_dense, device_sparse, num_groups, groups)
     if backward_passes_per_step < 1:
@@ -335,7 +334,6 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
 
 def _global_step(global_step: Any = None, name: Any = None) -> Any:
     """Returns an argument of `apply_gradients` of an optimizer of `tf.compat.v1.train`."""
-    del name
     return global_step
 
 

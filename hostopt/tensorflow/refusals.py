@@ -141,13 +141,11 @@ global_process_set = ProcessSet()
 
 def add_process_set(process_set: Any) -> ProcessSet:
     """Refuses a further process set, with a ConfigError."""
-    del process_set
     raise ConfigError(_NO_PROCESS_SETS)
 
 
 def remove_process_set(process_set: Any) -> bool:
     """Refuses to remove a process set; see `add_process_set`."""
-    del process_set
     raise ConfigError(_NO_PROCESS_SETS)
 
 

@@ -39,7 +39,6 @@ def broadcast_variables(
       ConfigError: `root_rank` is not a rank.
       CollectiveMismatchError: two ranks have different variables.
     """
-    del inplace
     variables = list(variables)
     assignments = []
     if variables:
@@ -122,7 +121,6 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Assigns the values."""
-        del coord
         session.run(self._operation)
 
     def end(self, session: Any) -> None:
@@ -167,7 +165,6 @@ def broadcast_object(
     Raises:
       ConfigError: the object has parts of other types, on all ranks; or `root_rank` is not a rank.
     """
-    del session
     name = name or "object"
     with calling(name, process_set) as ring:
         check_root(root_rank, ring.size)
@@ -187,7 +184,6 @@ def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: Any = None
 ) -> list[Any]:
     """Returns the objects of all ranks, in rank order; see `broadcast_object`."""
-    del session
     name = name or "objects"
     with calling(name, process_set) as ring:
         gathered = ring.named.all_gather_bytes(encode(obj), name)

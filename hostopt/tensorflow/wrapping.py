@@ -254,7 +254,6 @@ def _local_and_global_gradients(
 
 
 def _refuse_jacobian(self: Any, *args: Any, **kwargs: Any) -> Any:
-    del self, args, kwargs
     raise ConfigError(
         "a DistributedGradientTape reduces no Jacobians. Compute them with the tape that it was "
         "made from, and reduce the results with allreduce"
