@@ -188,7 +188,6 @@ def wrapped_saver(hook: SaverHook, wrap: Callable[[Any], Any]) -> Iterator[None]
 
 Optimizer = tf.compat.v1.train.Optimizer  # for its private `_scale_loss`
 gradients_module = gradients_util  # for its private `_GradientsHelper`
-could_possibly_record = record.could_possibly_record
 record_operation = record.record_operation
 variable_accessed = resource_variable_ops.variable_accessed
 ResourceVariable = resource_variable_ops.ResourceVariable

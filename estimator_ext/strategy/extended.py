@@ -23,7 +23,6 @@ from estimator_ext._tf_private import (
     UpdateContext,
     colocate_with,
     control_dependencies_of,
-    could_possibly_record,
     record_operation,
     scaled_loss,
     select_replica,
@@ -33,6 +32,7 @@ from estimator_ext._tf_private import (
 from estimator_ext.reduction.gradient_reduction import GradientReduction
 from estimator_ext.variables.sync_on_read import is_sync_on_read
 from hostopt.tensorflow import ops
+from hostopt.tensorflow._tf_private import is_recording
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.sparse import slices_of
 
@@ -356,10 +356,10 @@ def _read_where_needed(variable: Any, always_cached: bool) -> None:
         graph = tf.compat.v1.get_default_graph()
         if not always_cached and control_dependencies_of(graph):
             return variable.read_value()
-        if could_possibly_record() and graph is not variable.handle.graph:
+        if is_recording() and graph is not variable.handle.graph:
             return variable.read_value()
         cached = cached_value()
-        if not could_possibly_record():
+        if not is_recording():
             return cached
         variable_accessed(variable)
         with tf.device(cached.device):

@@ -14,12 +14,12 @@ import hostopt
 from estimator_ext._tf_private import (
     VARIABLE_CLASSES,
     MirroredVariable,
-    could_possibly_record,
     updating_replica,
 )
 from estimator_ext.graphs.operation_kinds import OF_THIS_RANK
 from estimator_ext.graphs.walks import data_before, walk
 from hostopt.process_ring import ProcessRing
+from hostopt.tensorflow._tf_private import is_recording
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.calls import call
 from hostopt.tensorflow.checksums import checksum
@@ -37,7 +37,7 @@ class HostVariable(MirroredVariable):
         return bool(self.trainable and self.distribute_strategy.num_replicas_in_sync > 1)
 
     def _get(self) -> Any:
-        if self._is_shared and could_possibly_record():
+        if self._is_shared and is_recording():
             self._check_in_run("its gradient is computed")
         return super()._get()
 
