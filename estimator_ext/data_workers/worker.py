@@ -46,7 +46,6 @@ _log = tf.get_logger()
 
 _NO_PROXY = "no_grpc_proxy"  # gRPC reads it before no_proxy
 _POLL_S = 0.5
-_KEPT_S = 3600.0
 _HEARTBEAT_MS = 1000  # from a worker to the dispatcher, which may have restarted
 _ASK_EVERY_S = 3.0  # if the ring has ended
 _CONNECT_S = 1.0
@@ -152,14 +151,9 @@ def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[lis
     finally:
         held.close()
         # A server stops when it is deleted, which blocks the interpreter as long as another one is
-        # frozen. So a thread keeps them until the process ends.
-        threading.Thread(target=_keep, args=[servers], daemon=True).start()
-
-
-def _keep(servers: list[Any]) -> None:
-    """Never returns, so that its arguments are never deleted."""
-    while servers:
-        time.sleep(_KEPT_S)
+        # frozen. So the arguments of a thread keep them until the process ends.
+        for_ever = threading.Event()
+        threading.Thread(target=lambda _: for_ever.wait(), args=[servers], daemon=True).start()
 
 
 def _start(kind: Any, config: Any, cluster: hostopt.Cluster) -> Any:

@@ -247,8 +247,9 @@ class LossReader:
         if self._is_mean(op):
             value = Value(has_data=True, by=f"loss function {scope_of(op)!r}")
             before = walk([op.inputs[0].op], sources)
-            numbers = [each for each in before if each.type in QUOTIENTS and _is_by_number(each)]
-            value = replace(value, nonlinear=tuple(filter(self._divides, numbers)))
+            quotients = [each for each in before if each.type in QUOTIENTS]
+            by_number = [each for each in quotients if each.inputs[1].shape.rank == 0]
+            value = replace(value, nonlinear=tuple(filter(self._divides, by_number)))
             return self._divided(op, value) if self._divides(op) else unweighted(value)
         if kind in _CALLING:
             return self._of_call(op)
@@ -438,10 +439,6 @@ def sources(op: tf.Operation) -> list[tf.Operation]:
     if source is None:
         return data_before(op)
     return [source.op] if hasattr(source, "graph") else []  # else it has a value, as a constant
-
-
-def _is_by_number(op: tf.Operation) -> bool:
-    return bool(op.inputs[1].shape.rank == 0)
 
 
 def _depends_on_values(tensor: tf.Tensor, data: Collection[tf.Operation]) -> bool:
