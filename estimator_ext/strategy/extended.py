@@ -171,7 +171,7 @@ class HostOffloadExtended(_RankExtended):
         if self.reduction is self._default_reduction and self._size > 1:
             # only the initializer takes rank 0's value: TensorFlow also uses initial_value
             name = f"the initial value of {variable.op.name!r}"
-            value = ops.broadcast(variable.initial_value, self._strategy.communicator, name=name)
+            value = ops.broadcast(variable.initial_value, self._strategy.communicator, name)
             with tf.device(variable.device):
                 set_initializer(variable, variable.assign(value, read_value=False))
         return variable

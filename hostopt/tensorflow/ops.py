@@ -117,14 +117,10 @@ def start_scalar_sum(
     return result
 
 
-def broadcast(
-    tensor: tf.Tensor, communicator: Communicator, root: int = 0, name: str = ""
-) -> tf.Tensor:
-    """Sends the tensor of one rank, of any shape and fixed-size dtype, to all ranks."""
-    channel = communicator.duplicate(name or tensor.op.name)
-    return _array_op(
-        communicator, lambda array: channel.broadcast(array, root), tensor, "HostBroadcast"
-    )
+def broadcast(tensor: tf.Tensor, communicator: Communicator, name: str) -> tf.Tensor:
+    """Sends the tensor of rank 0, of any shape and fixed-size dtype, to all ranks."""
+    channel = communicator.duplicate(name)
+    return _array_op(communicator, channel.broadcast, tensor, "HostBroadcast")
 
 
 def _array_op(
