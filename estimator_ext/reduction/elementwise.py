@@ -18,7 +18,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import tensorflow as tf
 
 from estimator_ext._tf_private import control_flow_context, control_outputs
@@ -27,6 +26,7 @@ from estimator_ext.graphs.walks import runs_before, users, walk
 from estimator_ext.reduction.locked_reads import can_lock, initializing
 from hostopt.gradients.bucket import ALIGNMENT_BYTES, TensorSpec
 from hostopt.tensorflow.background import HOST_DEVICE
+from hostopt.tensorflow.reductions import static_spec
 
 _ROW_KERNELS = "ResourceSparseApply"  # with sparse gradients
 _KERNELS = ("ResourceApply", _ROW_KERNELS)
@@ -124,9 +124,7 @@ class Update:
     @property
     def spec(self) -> TensorSpec:
         """Name, shape and dtype of the variable."""
-        variable = self.variable
-        dtype = np.dtype(variable.dtype.base_dtype.as_numpy_dtype)
-        return TensorSpec(variable.op.name, tuple(variable.shape.as_list()), dtype)
+        return static_spec(self.variable, self.variable.op.name)
 
 
 def index_of(op: tf.Operation, *names: str) -> int:

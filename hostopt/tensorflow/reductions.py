@@ -50,7 +50,7 @@ class Reduction:
     def dense_value(self) -> DenseValue:
         """Returns the description of a dense tensor for the exchange."""
         self._check_dtype(self.value.dtype)
-        return DenseValue(_static_spec(self.value, self.name), self.op, self.is_gradient)
+        return DenseValue(static_spec(self.value, self.name), self.op, self.is_gradient)
 
     def table(self) -> Table:
         """Returns the description of a sparse gradient for the exchange."""
@@ -72,7 +72,7 @@ class Reduction:
         return str(spec) if self.is_gradient else f"{self.op.value} of {spec}"
 
 
-def _static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
+def static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
     """Returns the spec of a tensor, whose shape must be static."""
     if not tensor.shape.is_fully_defined():
         raise ConfigError(
@@ -254,7 +254,7 @@ class Reducers:
         scalars: Sequence[Reduction] = (),
     ) -> list[tf.Tensor]:
         """Adds the operations that sum dense gradients in buckets, and scalars with the last."""
-        specs = [_static_spec(each.value, each.name) for each in gradients]
+        specs = [static_spec(each.value, each.name) for each in gradients]
         buckets = plan_buckets(specs, self.bucket_bytes, self.communicator.size)
         if self.buckets is None:
             check = check or NonFiniteCheck(self.communicator, self.nonfinite)
@@ -445,7 +445,7 @@ def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Part
     """Decides how each tensor is reduced."""
     limit = _SMALL_BYTES / max(1, communicator.size - 1)
     dense = [each for each in reductions if not each.is_sparse]
-    nbytes = {each: _static_spec(each.value, each.name).nbytes for each in dense}
+    nbytes = {each: static_spec(each.value, each.name).nbytes for each in dense}
     gradients = [each for each in dense if each.is_gradient]
     if sum(nbytes[each] for each in gradients) <= min(limit, _bucket_bytes(communicator)):
         gradients = []
