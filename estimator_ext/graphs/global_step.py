@@ -51,10 +51,8 @@ def read_before_changes(targets: Sequence[tf.Operation]) -> None:
     may be in a branch, a loop or a function.
     """
     variable = tf.compat.v1.train.get_global_step()
-    if variable is None:
-        return
     in_step = operations_before(targets)
-    used = {op: taken for op, taken in users(_tensor_of(variable)) if op in in_step}
+    used = {op: taken for op, taken in users(variable.op.outputs[0]) if op in in_step}
     updates = [op for op, taken in used.items() if any(_is_change(*u) for u in uses(op, taken))]
     reads = [op for op in used if op not in updates]
     for update in (op for op in updates if control_flow_context(op) is None):
@@ -62,11 +60,6 @@ def read_before_changes(targets: Sequence[tf.Operation]) -> None:
         ends = [end for op in reads if op not in already for end in _ends(op) if end in in_step]
         before = [op for op in dict.fromkeys(ends) if update not in operations_before([op])]
         add_control_inputs(update, [done(op) for op in before if op not in already])
-
-
-def _tensor_of(variable: tf.Variable) -> tf.Tensor:
-    handle = getattr(variable, "handle", None)
-    return variable.op.outputs[0] if handle is None else handle
 
 
 def _ends(read: tf.Operation) -> list[tf.Operation]:
@@ -85,7 +78,7 @@ def _ends(read: tf.Operation) -> list[tf.Operation]:
 def changes(variable: tf.Variable) -> Iterator[tf.Operation]:
     """Yields operations that change a variable, except those that initialize or restore it."""
     initializers = {variable.initializer.name, f"{variable.op.name}/Assign"}
-    for user, taken in users(_tensor_of(variable)):
+    for user, taken in users(variable.op.outputs[0]):
         for op, changed in uses(user, taken):
             if _is_change(op, changed) and op.name not in initializers and not _restores(op):
                 yield op
