@@ -399,7 +399,7 @@ def _accumulate(self: Any, pairs: list[Any], apply: Callable[[Any], Any], steps:
             return tf.constant(True)
 
     def apply_nothing() -> Any:
-        with _after(_increment(steps)):
+        with _after(None if steps is None else steps.assign_add(1)):
             return tf.constant(False)
 
     with tf.control_dependencies([count]):
@@ -434,14 +434,6 @@ def _sums_of(self: Any, variables: list[Any]) -> _Sums:
             "Give each call the gradients of the same variables, or use 1"
         )
     return sums
-
-
-def _increment(steps: Any) -> Any:
-    if steps is None:
-        return None
-    if hasattr(steps, "assign_add"):
-        return steps.assign_add(1)
-    return tf.compat.v1.assign_add(steps, 1)
 
 
 def _after(operation: Any) -> Any:
