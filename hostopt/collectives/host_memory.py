@@ -147,6 +147,10 @@ class HostMemory:
             _log.warning("%s: no memory to share: %s", self._channel.name, problem)
         return memory
 
+    def close(self) -> None:
+        """Frees the memory of collectives, which no later call may need."""
+        self._hierarchical.clear()
+
     def _open(self, block_bytes: int, name: str) -> HierarchicalAllReduce | None:
         channel, members = self._channel, self._hosts.members(self._channel.rank)
         memory, problem = self._share(channel_bytes(len(members), block_bytes), name)

@@ -79,6 +79,9 @@ class BucketReducer(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Ends the reductions, and frees the buffers."""
+        self._pools.clear()
+        if self.communicator.memory is not None:
+            self.communicator.memory.close()
 
     def _record(self, track: Track, bucket: int, begin_s: float, end_s: float) -> None:
         """Records a launch, or a wait, whose all-reduce has been recorded before."""
@@ -174,7 +177,7 @@ class InlineReducer(BucketReducer):
 
     def close(self) -> None:
         """Frees the buffers."""
-        self._pools.clear()
+        super().close()
         self._slots.clear()
 
 
@@ -281,7 +284,7 @@ class Reducer(BucketReducer):
         self._fail(PeerLostError("this reducer is closed", rank=self.communicator.rank))
         self._stop_listening()
         self._thread.join(self.communicator.transport.options.collective_timeout_s)
-        self._pools.clear()
+        super().close()
 
     def _run(self) -> None:
         try:
