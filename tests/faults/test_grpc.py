@@ -86,6 +86,26 @@ def test_a_rank_may_restart_during_the_rendezvous(processes: NewRing) -> None:
     assert waiting[0].exit_code() == 0, waiting[0].stderr
 
 
+def test_rings_that_fail_at_once_follow_each_other(processes: NewRing) -> None:
+    """Rank 1 is often still in its rendezvous when rank 0 fails and begins the next one."""
+    ring = processes(2)
+    script = """
+        import numpy as np, hostopt
+        for number in range(20):
+            try:
+                with hostopt.connect() as communicator:
+                    if communicator.rank == 0:
+                        raise hostopt.CheckpointError(f"no room {number}")
+                    communicator.broadcast(np.ones(3))
+            except hostopt.CheckpointError as error:
+                print(error, flush=True)
+    """
+    for process in ring.start_all(script):
+        for number in range(20):
+            process.expect(f"no room {number}")
+        assert process.exit_code() == 0, process.stderr
+
+
 def test_grpc_settings_stay_out_of_the_environment() -> None:
     script = """
         import os

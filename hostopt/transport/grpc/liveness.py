@@ -107,7 +107,8 @@ class Liveness:
         if status is None or status["incarnation"] != incarnation:
             return  # a stranger, such as the same task on another host
         if not self._peers.connected:
-            self.forget(peer)
+            if self._ring.mailbox.error is None:  # else it waits in the next ring
+                self.forget(peer)
         else:  # its broken connection has not been detected yet
             self._peers.gone.add(peer)
             self._ring.abort(self._lost_error(peer, _INCARNATION_CHANGED))

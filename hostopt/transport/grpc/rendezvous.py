@@ -60,7 +60,8 @@ class Rendezvous:
         peer, incarnation = hello["rank"], hello["incarnation"]
         if peers.is_restarted(peer, incarnation) and not self._ring.mailbox.has_left(peer):
             await self._liveness.check_restart(peer, incarnation)
-        if peer in peers.missing:  # later callers are strangers; they see it by the answer
+        # other callers see by the answer that they are strangers, or have to wait
+        if peer in peers.missing and not peers.is_restarted(peer, incarnation):
             try:
                 self.messages.check(peer, hello)
             except ConfigError as error:
@@ -118,6 +119,8 @@ class Rendezvous:
         peers.reasons.pop(peer, None)
         self.messages.check(peer, hello)
         if peers.is_restarted(peer, hello["incarnation"]):
+            if self._ring.mailbox.error is not None:  # it has begun the next ring
+                return
             self._liveness.forget(peer)
         peers.add(peer, hello)
         if peer == peers.successor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import socket
 import threading
 from collections.abc import Callable
@@ -22,13 +23,15 @@ from rings import NewRing, Spawn
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.collectives.communicator import Communicator
-from hostopt.errors import ConfigError, PeerLostError
+from hostopt.errors import CheckpointError, ConfigError, PeerLostError
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.frame import FrameWriter, Origin
 from hostopt.transport.grpc import client
 from hostopt.transport.grpc import ring as grpc_ring
-from hostopt.transport.grpc.rendezvous import HelloMessages
+from hostopt.transport.grpc.liveness import Departure
+from hostopt.transport.grpc.rendezvous import HelloMessages, Rendezvous
+from hostopt.transport.grpc.ring import Peers
 from hostopt.transport.grpc.transport import GrpcTransport
 from hostopt.transport.message import Tag
 
@@ -63,6 +66,52 @@ def test_a_restarted_rank_waits_for_the_others(
         assert not again.done()
         old[1].close()
         other = threads.submit(GrpcTransport, clusters[1], others)
+        ring = [Communicator(again.result(30)), Communicator(other.result(30))]
+        sums = threads.map(lambda communicator: communicator.all_reduce(np.ones(3)), ring)
+        np.testing.assert_array_equal(list(sums), np.full((2, 3), 2.0))
+        list(threads.map(Communicator.close, ring))
+
+
+def test_a_failed_rank_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has failed in its rendezvous, as a message of its peer says, and is about to end."""
+    answers: queue.Queue[tuple[str, str]] = queue.Queue()
+    may_end = threading.Event()
+    greet, answer_hello = Rendezvous._greet, Rendezvous.on_hello
+    wait_until_sent = Departure.wait_until_sent
+    old: list[Peers] = []
+
+    async def never_meet(self: Rendezvous, peer: int) -> None:
+        if self._peers.rank == 1 and not old:
+            old.append(self._peers)
+        await (asyncio.sleep(0.01) if self._peers in old else greet(self, peer))
+
+    async def on_hello(self: Rendezvous, request: bytes, context: Any) -> bytes:
+        answer = await answer_hello(self, request, context)
+        if self._ring.mailbox.error is not None:
+            answers.put((json.loads(request)["incarnation"], json.loads(answer)["met"]))
+        return answer
+
+    async def end_late(self: Departure) -> None:
+        while self._peers in old and not may_end.is_set():
+            await asyncio.sleep(0.01)
+        await wait_until_sent(self)
+
+    monkeypatch.setattr(Rendezvous, "_greet", never_meet)
+    monkeypatch.setattr(Rendezvous, "on_hello", on_hello)
+    monkeypatch.setattr(Departure, "wait_until_sent", end_late)
+    with reserved_addresses(2) as addresses, ThreadPoolExecutor() as threads:
+        clusters = [Cluster.from_dict(jobs_of(addresses), *task_of(rank)) for rank in range(2)]
+        options = Options(rendezvous_timeout_s=30)
+        failing = threads.submit(GrpcTransport, clusters[1], options)
+        first = GrpcTransport(clusters[0], options)
+        first.abort(CheckpointError("no room"))
+        first.close()
+        again = threads.submit(GrpcTransport, clusters[0], options)
+        caller, met = answers.get(timeout=30)
+        may_end.set()
+        assert met != caller
+        assert str(failing.exception(30)) == "no room"
+        other = threads.submit(GrpcTransport, clusters[1], options)
         ring = [Communicator(again.result(30)), Communicator(other.result(30))]
         sums = threads.map(lambda communicator: communicator.all_reduce(np.ones(3)), ring)
         np.testing.assert_array_equal(list(sums), np.full((2, 3), 2.0))
