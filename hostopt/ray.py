@@ -47,7 +47,6 @@ class _HostOffloadBackend(Backend):
     """Sets the environment variables of the workers, before the training starts on them."""
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        del backend_config
         addresses = worker_group.execute(_hold_port)
         token = secrets.token_hex(32)
         ray.get(

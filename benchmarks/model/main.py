@@ -1,4 +1,4 @@
-"""A model of the step time of 16 to 256 hosts, fitted to the other benchmarks."""
+"""A model of the step time of 8 to 256 hosts, fitted to the other benchmarks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HERE = Path(__file__).resolve().parent
 INPUTS = {name: HERE.parent / name / "results.json" for name in ("allreduce", "link", "overlap")}
 MIB = 1 << 20
 SYSTEMS = {"float32": "hostopt grpc+tcp", "bf16": "hostopt grpc+tcp bf16"}
-HOSTS = (16, 32, 64, 128, 256)
-LINES_GBIT_PER_S = (10.0, 100.0)
+HOSTS = (8, 16, 32, 64, 128, 256)
+LINES_GBIT_PER_S = (10.0, 25.0, 100.0)
 WIRE_BYTES = {"float32": 1.0, "bf16": 0.5}  # relative to float32
 _TCP_SHARE = 0.956  # share of payload in a line, with packets of 1500 bytes
 _FITTED_RANKS = 2

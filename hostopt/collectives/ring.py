@@ -130,7 +130,6 @@ class RingGroup:
         Parts and slots are contiguous bytes of shape [n] for each rank; `most` is the length of
         the longest part of any rank.
         """
-        del most
         slots[self._index][:] = parts[self._index]
         _complete(self._exchange, call, parts, slots)
 

@@ -79,6 +79,8 @@ class SequenceCounters:
 
     def begin_call(self, call: CollectiveCall, nbytes: int) -> None:
         """Publishes the signature of a call of `nbytes`, before its first barrier."""
+        if self._transport.error is not None:
+            raise self._transport.error
         tag = call.tag()
         self._transport.recorder.record("in memory", -1, call.name, tag, nbytes)
         self._calls += 1

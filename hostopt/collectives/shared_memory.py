@@ -36,10 +36,11 @@ only after a later barrier, which all ranks reach after they have read them.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Callable, TypeVar, cast
 
 import numpy as np
 
@@ -49,6 +50,7 @@ from hostopt.collectives.ring_schedule import chunk_slices
 from hostopt.collectives.sequence_counters import SequenceCounters, counters_bytes
 from hostopt.transport.base import Transport
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _LENGTH = struct.Struct("<Q")  # length of a byte string, before its first bytes
 
 
@@ -126,6 +128,23 @@ class TensorListView:
             flat[target] = values
 
 
+def _aborting(method: _Method) -> _Method:
+    """Makes any error of a collective abort the ring, also an interrupt.
+
+    The next collective of this rank would meet the rest of this one.
+    """
+
+    @functools.wraps(method)
+    def call(self: SharedMemoryChannel, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except BaseException as error:
+            self._transport.abort(error)
+            raise
+
+    return cast(_Method, call)
+
+
 class SharedMemoryChannel:
     """One rank's access to shared memory, initially zero, for one collective at a time.
 
@@ -136,11 +155,13 @@ class SharedMemoryChannel:
         self, memory: memoryview, members: tuple[int, ...], block_bytes: int, transport: Transport
     ) -> None:
         self.counters = SequenceCounters(memory, members, transport)
+        self._transport = transport
         self._staging = StagingBuffers(memory, len(members), block_bytes)
         self._members = members
         self._count = len(members)
         self._index = members.index(transport.rank)
 
+    @_aborting
     def all_reduce(
         self, flat: Array, op: np.ufunc, call: CollectiveCall, source: TensorListView | None = None
     ) -> None:
@@ -202,6 +223,7 @@ class SharedMemoryChannel:
         for chunk in others:
             part[chunk] = sums[chunk]  # [R3]
 
+    @_aborting
     def reduce_scatter(
         self, sums: Array, op: np.ufunc, call: CollectiveCall, source: TensorListView
     ) -> bool:
@@ -249,8 +271,10 @@ class SharedMemoryChannel:
             for operand in operands[2:]:
                 op(out, operand, out=out)
 
+    @_aborting
     def broadcast(self, flat: Array, root: int, call: CollectiveCall) -> None:
         """Sends the values of one rank to this host, in place. Collective: all must call it."""
+        self.counters.begin_call(call, flat.nbytes)
         root_index = self._members.index(root)
         length = self._staging.block_bytes // flat.itemsize
         for number, start in enumerate(range(0, max(flat.size, 1), length)):
@@ -264,11 +288,13 @@ class SharedMemoryChannel:
                 part[...] = staged
             self.counters.barrier(call, 2 * number + 1)
 
+    @_aborting
     def barrier(self, call: CollectiveCall, nbytes: int) -> None:
         """Waits until all ranks of this host have written. Collective: all must call it."""
         self.counters.begin_call(call, nbytes)
         self.counters.barrier(call, 0)
 
+    @_aborting
     def all_gather_bytes(self, data: memoryview, call: CollectiveCall) -> list[bytes | memoryview]:
         """Gathers byte strings of any length on this host. Collective: all must call it.
 

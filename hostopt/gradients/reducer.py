@@ -59,7 +59,6 @@ class BucketReducer(abc.ABC):
         All ranks must call it alike, before the first step. Returns False, and changes nothing, if
         that would save no message.
         """
-        del bucket
         return False
 
     def zeros(self, bucket: int) -> list[Array]:

@@ -88,13 +88,11 @@ class LocalEngine:
     @contextlib.contextmanager
     def open(self, size: int, evaluators: int, min_size: int) -> Iterator[None]:
         """Needs no preparation."""
-        del size, evaluators, min_size
         yield
 
     @contextlib.contextmanager
     def reserve(self, slots: Sequence[int], least: int) -> Iterator[Poll]:
         """Reserves a port and a share of the cores for each slot."""
-        del least
         size = len(slots)
         shares = shares_of_cores(size) if self._binds and slots else [[] for _ in slots]
         with contextlib.ExitStack() as holders:

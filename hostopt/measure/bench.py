@@ -18,7 +18,7 @@ from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.wire_format import new_wire_format
 from hostopt.errors import ConfigError, ProtocolError
-from hostopt.measure.plain_tcp import line_gbit
+from hostopt.measure import plain_tcp
 from hostopt.options import shown
 
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -74,7 +74,7 @@ class Timing:
     processor_s: float  # of one all-reduce, on the rank that uses most
     sent_bytes: float  # payload of one all-reduce, as counted, on the busiest rank
     ring_bytes: float  # that a rank of a flat ring sends, 2 (size - 1) / size of all
-    line_gbit: float | None = None  # speed of plain TCP between the ranks, if it is used
+    tcp_gbit: float | None = None  # per second, that plain TCP carries from rank to rank
 
     @property
     def median_s(self) -> float:
@@ -94,7 +94,7 @@ def run(communicator: Communicator, sizes: Sequence[int], repetitions: int) -> l
     """
     group, traffic = CommunicatorGroup(communicator), communicator.transport.traffic
     is_exact = communicator.transport.options.compression is None
-    timings, gbit = [], line_gbit(communicator)
+    timings, tcp_gbit = [], plain_tcp.gbit_per_s(communicator)
     for size_bytes in sizes:
         check_sums(group, size_bytes, exact=is_exact)
         before = traffic.payload_bytes
@@ -103,7 +103,7 @@ def run(communicator: Communicator, sizes: Sequence[int], repetitions: int) -> l
         seconds, processor_s = measure(group, size_bytes, repetitions)
         ring_bytes = 2 * (group.size - 1) / group.size * size_bytes
         most_bytes = float(sent_bytes.max())
-        timings.append(Timing(size_bytes, seconds, processor_s, most_bytes, ring_bytes, gbit))
+        timings.append(Timing(size_bytes, seconds, processor_s, most_bytes, ring_bytes, tcp_gbit))
     communicator.barrier("the end of the benchmark")
     return timings
 
@@ -142,11 +142,15 @@ def check_sums(group: CommunicatorGroup, size_bytes: int, *, exact: bool = True)
         )
 
 
-def format_table(timings: Sequence[Timing], gbit: float | None = None) -> str:
-    """Formats timings as a Markdown table; `gbit` is the speed of a host's line, if known."""
-    gbit, is_measured = gbit or timings[0].line_gbit, not gbit
+def format_table(timings: Sequence[Timing], line_gbit: float | None = None) -> str:
+    """Formats timings as a Markdown table.
+
+    The last column is the share of a host's line, whose speed is `line_gbit`, or of plain TCP.
+    """
+    gbit = line_gbit or timings[0].tcp_gbit
+    of = "the line" if line_gbit else "plain TCP"
     header = ["size", "time, ms", "payload, GB/s", "processor, s/GB", "sent by a rank, bytes"]
-    header += ["flat float32 ring, bytes", *(["share of the line"] if gbit else [])]
+    header += ["flat float32 ring, bytes", *([f"share of {of}"] if gbit else [])]
     lines = [f"| {' | '.join(header)} |", f"|{'--:|' * len(header)}"]
     for timing in timings:
         cells = [
@@ -160,8 +164,8 @@ def format_table(timings: Sequence[Timing], gbit: float | None = None) -> str:
         if gbit:
             cells.append(f"{8e-9 * timing.sent_bytes / timing.median_s / gbit:.3f}")
         lines.append(f"| {' | '.join(cells)} |")
-    if gbit and is_measured:
-        lines += ["", f"The line: {gbit:.3g} Gbit/s, what plain TCP carries from rank to rank."]
+    if gbit and not line_gbit:
+        lines += ["", f"Plain TCP: {gbit:.3g} Gbit/s from rank to rank, on one connection."]
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError, HostOptError, PeerLostError, ResourceError, error_from_dict
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 # Largest messages by default: between hosts, on one host, and if that has more ranks than cores.
 # Small ones are added while they are in the cache of the core, and large ones cost fewer calls.
-_SEGMENT_BYTES, _LOCAL_SEGMENT_BYTES, MOST_SEGMENT_BYTES = 512 << 10, 2 << 20, 8 << 20
+_SEGMENT_BYTES, _LOCAL_SEGMENT_BYTES, _CROWDED_SEGMENT_BYTES = 512 << 10, 2 << 20, 8 << 20
 
 
 class Transport(abc.ABC):
@@ -53,11 +54,13 @@ class Transport(abc.ABC):
     def __init__(self, cluster: Cluster, options: Options) -> None:
         if cluster.rank is None:
             raise ConfigError(f"{cluster.task} is not part of the ring. Call this on ranks only")
+        if not options.segment_bytes:  # the same on all ranks, which compare it
+            options = replace(options, segment_bytes=_segment_bytes(cluster))
         self.cluster = cluster
         self.options = options
         self.rank: int = cluster.rank
         self.size = cluster.size
-        self.segment_bytes = options.segment_bytes or _segment_bytes(cluster)
+        self.segment_bytes = options.segment_bytes
         self.streams = 1  # event loops that share a large collective, the same on all ranks
         self.traffic = Traffic()
         self.mailbox = Mailbox(
@@ -243,5 +246,5 @@ class Transport(abc.ABC):
 def _segment_bytes(cluster: Cluster) -> int:
     if not is_local(cluster):
         return _SEGMENT_BYTES
-    is_crowded = cluster.size > (os.cpu_count() or 1)  # the same on all ranks
-    return MOST_SEGMENT_BYTES if is_crowded else _LOCAL_SEGMENT_BYTES
+    is_crowded = cluster.size > (os.cpu_count() or 1)
+    return _CROWDED_SEGMENT_BYTES if is_crowded else _LOCAL_SEGMENT_BYTES

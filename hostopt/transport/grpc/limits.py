@@ -6,7 +6,6 @@ A stranger is a caller that has not proved to be a rank. docs/security.md lists 
 from __future__ import annotations
 
 from hostopt.options import Options
-from hostopt.transport.base import MOST_SEGMENT_BYTES
 
 # Time for the handshake of a connection. gRPC keeps a connection that is not HTTP/2 for so long,
 # even if it has ended.
@@ -55,7 +54,7 @@ def most_connections(size: int, descriptors: int) -> int:
 
 def most_message_bytes(options: Options) -> int:
     """Returns the maximum size of a message of any kind."""
-    return (options.segment_bytes or MOST_SEGMENT_BYTES) + HEADROOM_BYTES
+    return options.segment_bytes + HEADROOM_BYTES
 
 
 def most_overview_bytes(size: int) -> int:

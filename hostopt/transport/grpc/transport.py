@@ -51,7 +51,9 @@ class GrpcTransport(Transport):
         self._peers = peers = Peers(
             cluster, stream_count(cluster, options), data_hosts(cluster, options)
         )
-        self._ring = ring = Ring(peers, options, security, ring_.DEFAULT, self.mailbox, self.abort)
+        self._ring = ring = Ring(
+            peers, self.options, security, ring_.DEFAULT, self.mailbox, self.abort
+        )
         self._client = client = RpcClient(ring, service)
         self._server = RpcServer(ring)
         self._streams = streams = OutgoingStreams(ring, client, self._on_broken)

@@ -20,7 +20,7 @@ from hostopt.collectives.shared_memory import (
     TensorListView,
     channel_bytes,
 )
-from hostopt.errors import CollectiveMismatchError
+from hostopt.errors import CollectiveMismatchError, PeerLostError
 from hostopt.transport.message import signature_of
 
 BLOCK_BYTES = 4096
@@ -118,6 +118,30 @@ def test_arrays_that_do_not_match(spawn_inproc: Spawn, size: int, other: Any) ->
     (text,) = {*spawn_inproc(size, work)}
     assert "rank 0 (worker:0, inproc:0) calls all_reduce(sum) of 'bread' float32[10]" in text
     assert f"calls all_reduce(sum) of 'bread' {other.dtype.name}[{other.size}] at step 0" in text
+
+
+def test_an_interrupted_call_aborts_the_ring(spawn_inproc: Spawn) -> None:
+    open_channel = shared_channel(2)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    def work(communicator: Communicator) -> str:
+        channel, local = open_channel(communicator), np.ones(9, np.float32)
+        if communicator.rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                channel.all_reduce(local, interrupt, call(0))
+        else:
+            channel.all_reduce(local, np.add, call(0))
+        with pytest.raises(PeerLostError) as caught:  # else it would read values of call 0
+            for step in range(1, 3):
+                channel.all_reduce(local, np.add, call(step))
+        return str(caught.value)
+
+    (text,) = {*spawn_inproc(2, work)}
+    assert (
+        text == "rank 1 (worker:1, inproc:1) stopped with an error. Root cause: KeyboardInterrupt"
+    )
 
 
 def test_byte_strings_on_one_rank_and_a_reduction_on_another(spawn_inproc: Spawn) -> None:

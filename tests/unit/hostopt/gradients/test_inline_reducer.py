@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ from rings import Spawn
 
 from hostopt.collectives import shared_file
 from hostopt.collectives.communicator import Communicator
+from hostopt.collectives.host_memory import BLOCK_BYTES
+from hostopt.collectives.shared_memory import channel_bytes
 from hostopt.errors import PeerLostError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck
@@ -167,3 +171,23 @@ def test_a_rank_that_fails_ends_the_reduction_of_the_others(spawn_shm: Spawn) ->
     with pytest.raises(PeerLostError, match="no more flour") as caught:
         spawn_shm(3, work)
     assert caught.value.rank == 1
+
+
+def test_a_closed_reducer_frees_its_memory(spawn_shm: Spawn) -> None:
+    """Each rank maps the staging buffers of the sums, although cycles may keep the reducer."""
+
+    def mapped_bytes() -> int:
+        maps = re.findall(r"^(\w+)-(\w+) .*hostopt", Path("/proc/self/maps").read_text(), re.M)
+        return sum(int(end, 16) - int(start, 16) for start, end in maps)
+
+    def work(communicator: Communicator) -> int:
+        reducer = InlineReducer(communicator, BUCKETS, NonFiniteCheck(communicator))
+        reducer.reduce(0, gradients(communicator.rank, 0, 0))
+        communicator.barrier()
+        before = mapped_bytes()
+        communicator.barrier()
+        reducer.close()
+        communicator.barrier()
+        return before - mapped_bytes()
+
+    assert min(spawn_shm(2, work)) >= 2 * channel_bytes(2, BLOCK_BYTES)

@@ -14,7 +14,6 @@ from hostopt import __main__ as cli
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ConfigError, ProtocolError
 from hostopt.measure import bench, plain_tcp
-from hostopt.measure.plain_tcp import line_gbit
 from hostopt.options import Options
 from hostopt.transport.addresses import hold_port, port_of
 from hostopt.transport.inproc import InprocTransport
@@ -106,13 +105,13 @@ def test_all_ranks_report_the_time_of_the_slowest() -> None:
     assert len(times[0][0]) == 3
 
 
-def test_ranks_agree_on_the_speed_of_the_line(spawn_tcp: Spawn) -> None:
-    speeds = spawn_tcp(3, line_gbit)
+def test_ranks_agree_on_the_speed_of_plain_tcp(spawn_tcp: Spawn) -> None:
+    speeds = spawn_tcp(3, plain_tcp.gbit_per_s)
     assert speeds[0] > 0
     assert speeds == [speeds[0]] * 3
 
 
-def test_a_line_of_ports_that_a_rank_cannot_reach_has_no_speed(
+def test_ports_that_a_rank_cannot_reach_have_no_speed(
     spawn_tcp: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hold_port() as nobody_listens:
@@ -121,16 +120,16 @@ def test_a_line_of_ports_that_a_rank_cannot_reach_has_no_speed(
         def measure(communicator: Communicator) -> float | None:
             monkeypatch.setattr(plain_tcp, "_TIMEOUT_S", 0.5)
             monkeypatch.setattr(plain_tcp, "port_of", lambda _: closed_port)
-            return line_gbit(communicator)
+            return plain_tcp.gbit_per_s(communicator)
 
         assert spawn_tcp(2, measure) == [None, None]
 
 
-def test_the_measured_line_is_below_the_table() -> None:
-    timing = bench.Timing(1 << 30, (1.0,), 0.1, sent_bytes=1e9, ring_bytes=1e9, line_gbit=10.04)
+def test_the_speed_of_plain_tcp_is_below_the_table() -> None:
+    timing = bench.Timing(1 << 30, (1.0,), 0.1, sent_bytes=1e9, ring_bytes=1e9, tcp_gbit=10.04)
     *_, row, _, note = bench.format_table([timing]).splitlines()
     assert row.endswith("| 0.797 |")
-    assert note == "The line: 10 Gbit/s, what plain TCP carries from rank to rank."
+    assert note == "Plain TCP: 10 Gbit/s from rank to rank, on one connection."
     assert bench.format_table([timing], 20).splitlines()[-1].endswith("| 0.400 |")
 
 
