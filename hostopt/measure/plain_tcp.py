@@ -36,8 +36,8 @@ class PlainTcp:
         self._sockets: list[socket.socket] = []  # to the next rank, from the previous one
         with socket.create_server((host, 0), family=family) as server:
             word = secrets.token_hex(_WORD_BYTES)
-            callable_ = all_gather_json(communicator, [port_of(server), word], "plain TCP")
-            port, secret = callable_[next_]
+            offers = all_gather_json(communicator, [port_of(server), word], "plain TCP")
+            port, secret = offers[next_]
             server.settimeout(_TIMEOUT_S)
             try:
                 address = host_and_port(ring[next_].address)[0], port
@@ -114,4 +114,4 @@ def gbit_per_s(communicator: Communicator) -> float | None:
             seconds = min(seconds, streams.seconds(size_bytes))
     if communicator.rank == 0 and seconds == math.inf:
         sys.stderr.write("hostopt: plain TCP is not measured: a rank cannot reach another one\n")
-    return 8e-9 * size_bytes / seconds or None
+    return 8e-9 * size_bytes / seconds or None  # 0 if the time is infinite
