@@ -152,8 +152,8 @@ def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[lis
         held.close()
         # A server stops when it is deleted, which blocks the interpreter as long as another one is
         # frozen. So the arguments of a thread keep them until the process ends.
-        for_ever = threading.Event()
-        threading.Thread(target=lambda _: for_ever.wait(), args=[servers], daemon=True).start()
+        forever = threading.Event()
+        threading.Thread(target=lambda _: forever.wait(), args=[servers], daemon=True).start()
 
 
 def _start(kind: Any, config: Any, cluster: hostopt.Cluster) -> Any:

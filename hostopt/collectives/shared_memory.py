@@ -135,9 +135,9 @@ def _aborting(method: _Method) -> _Method:
     """
 
     @functools.wraps(method)
-    def call(self: SharedMemoryChannel, *args: Any) -> Any:
+    def call(self: SharedMemoryChannel, *args: Any, **kwargs: Any) -> Any:
         try:
-            return method(self, *args)
+            return method(self, *args, **kwargs)
         except BaseException as error:
             self._transport.abort(error)
             raise

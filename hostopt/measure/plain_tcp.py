@@ -1,4 +1,4 @@
-"""Plain TCP between the ranks, whose speed bounds that of collectives over the network."""
+"""Measures plain TCP between the ranks, the upper limit of collectives over the network."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PlainTcp:
     def seconds(self, size_bytes: int) -> float:
         """Returns how long the slowest rank takes to send that much, and to receive it meanwhile.
 
-        The result is infinite if a rank cannot reach the next one.
+        Raises ConnectionError on all ranks if one of them cannot reach the next one.
         """
         self._communicator.barrier("a stream of plain TCP")
         try:
@@ -72,7 +72,10 @@ class PlainTcp:
         except OSError:
             seconds = math.inf
             self.close()  # no neighbour waits for the rest
-        return float(self._communicator.all_gather(np.array([seconds]), "times of TCP").max())
+        slowest = float(self._communicator.all_gather(np.array([seconds]), "times of TCP").max())
+        if slowest == math.inf:
+            raise ConnectionError("a rank cannot reach the next one by plain TCP")
+        return slowest
 
     def _stream(self, size_bytes: int) -> float:
         if len(self._sockets) < 2:
@@ -106,12 +109,15 @@ def gbit_per_s(communicator: Communicator) -> float | None:
     uses_no_tcp = communicator.on_one_host or communicator.world is not None
     if communicator.size == 1 or uses_no_tcp or communicator.transport.options.interfaces:
         return None
-    with PlainTcp(communicator) as streams:
-        size_bytes = _CHUNK_BYTES
-        while (seconds := streams.seconds(size_bytes)) < _LEAST_S:
-            size_bytes *= 4
-        for _ in range(_SAMPLES - 1):
-            seconds = min(seconds, streams.seconds(size_bytes))
-    if communicator.rank == 0 and seconds == math.inf:
-        sys.stderr.write("hostopt: plain TCP is not measured: a rank cannot reach another one\n")
-    return 8e-9 * size_bytes / seconds or None  # 0 if the time is infinite
+    try:
+        with PlainTcp(communicator) as streams:
+            size_bytes = _CHUNK_BYTES
+            while (seconds := streams.seconds(size_bytes)) < _LEAST_S:
+                size_bytes *= 4
+            for _ in range(_SAMPLES - 1):
+                seconds = min(seconds, streams.seconds(size_bytes))
+    except ConnectionError as error:
+        if communicator.rank == 0:
+            sys.stderr.write(f"hostopt: plain TCP is not measured: {error}\n")
+        return None
+    return 8e-9 * size_bytes / seconds

@@ -1,4 +1,4 @@
-"""The largest message, where the options leave it open."""
+"""The size of the largest message if no option sets it."""
 
 from __future__ import annotations
 
