@@ -17,6 +17,10 @@ variables are still being reduced and updated:
      summaries add) first sets `stale` to 2, too, and each step takes 1 from it. It is not 1, as
      the change may come after the renewals of a step in the same run; the next step renews them
      again.
+[A5] TensorFlow pins host memory that it allocates for the output of an operation whose consumer is
+     on a GPU. A read allocates nothing, so a variable stays in the memory of its first value. When
+     a session begins, each variable takes an output that is sent to the GPU, and its updates in
+     place stay there.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ class CopiesHook(tf.compat.v1.train.SessionRunHook):
         self._device = device
         with tf.device(HOST_DEVICE):
             self.renewed = tf.no_op("renewed_copies")  # part of the step, runs after all renewals
+        self._pins: list[tf.Operation] = []  # the last of them, which runs all
 
     def begin(self) -> None:
         """Builds the copies in the complete graph."""
@@ -76,6 +81,17 @@ class CopiesHook(tf.compat.v1.train.SessionRunHook):
             with tf.control_dependencies(renewals):
                 add_control_inputs(self.renewed, flags.freshen())
 
+    def after_create_session(self, session: tf.compat.v1.Session, coord: object) -> None:
+        """Pins the memory of the variables, one after another, as far as there is some: [A5]."""
+        try:
+            session.run(self._pins)
+        except tf.errors.ResourceExhaustedError as error:
+            _log.warning(
+                "not all variables fit into pinned memory, so their copies to the accelerator are "
+                "slower. Raise TF_GPU_HOST_MEM_LIMIT_IN_MB, or give the host more memory: %s",
+                error.message,
+            )
+
     def _copy(
         self, variable: _Cached, changes: Sequence[tf.Operation], flags: _Flags
     ) -> tf.Operation:
@@ -91,6 +107,12 @@ class CopiesHook(tf.compat.v1.train.SessionRunHook):
             with tf.control_dependencies(None):
                 value, _ = tf.raw_ops.Merge(inputs=[original, fresh])
         replace_input(read, 0, value)  # [A1]
+        with tf.control_dependencies(self._pins):
+            pinned = tf.raw_ops.DeepCopy(x=tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
+        with tf.device(self._device):
+            sent = tf.raw_ops.AssignVariableOp(resource=copy, value=pinned)
+        kept = tf.raw_ops.AssignVariableOp(resource=handle, value=pinned)
+        self._pins = [tf.group(sent, kept)]
         with tf.control_dependencies(changes):
             updated = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
         with tf.device(self._device), tf.control_dependencies([read]):

@@ -144,6 +144,8 @@ class TrainingGraph:
         The stack receives the scopes of the savers and of the data workers, as long as it trains.
         """
         graph = tf.compat.v1.get_default_graph()
+        cluster, device = self.strategy.cluster, self.strategy.own_device
+        device.check_alone(cluster, self._communicator, self.config.session_config)
         separate = self._communicator.duplicate("the data")
         inputs = build_input(
             self.strategy, self.reduction, self.config, functions, separate, stack

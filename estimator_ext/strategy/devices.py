@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
+from hostopt.collectives.communicator import all_gather_json
 from hostopt.options import shown
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -18,6 +19,8 @@ _MAX_DEVICES = 1023  # a session creates all CPU devices up to the one that is n
 # with these a launcher or a user gives each process its GPUs
 _CHOOSING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+
+_log = tf.get_logger()
 
 
 def is_gpu(device: str) -> bool:
@@ -31,7 +34,7 @@ class Accelerator:
 
     device: str
     gpus: tuple[int, ...] = ()  # that this process uses; empty leaves all as they are
-    problem: str = ""  # why it may be too small for all who use it, unless memory grows as needed
+    given: str = ""  # the environment variable that shows this process one GPU, and its value
 
     def configure(self, config: tf.compat.v1.ConfigProto) -> None:
         """Adds the device to the configuration of a session, which may say otherwise."""
@@ -42,9 +45,36 @@ class Accelerator:
             )
         if self.gpus and not options.visible_device_list:
             options.visible_device_list = ",".join(map(str, self.gpus))
+
+    def check_alone(
+        self,
+        cluster: hostopt.Cluster,
+        communicator: hostopt.Communicator,
+        config: tf.compat.v1.ConfigProto,
+    ) -> None:
+        """Refuses a GPU for several ranks, unless each takes only the memory that it needs.
+
+        Collective: all ranks must call it. Ranks with the same variable may have different GPUs,
+        as launchers count those of each rank from 0 if they hide the others by cgroups.
+        """
+        options = config.gpu_options
         grows = options.allow_growth or options.per_process_gpu_memory_fraction
-        if self.problem and not (grows or os.environ.get(_GROWTH) == "true"):
-            raise hostopt.ConfigError(self.problem)
+        numbers = options.visible_device_list
+        own = "" if grows or os.environ.get(_GROWTH) == "true" else numbers or self.given
+        each = all_gather_json(communicator, own)
+        ranks = [rank for rank in cluster.local_ranks if each[rank] == own]
+        if not own or len(ranks) == 1:
+            return
+        names = f"ranks {', '.join(map(str, ranks))} of this host"
+        if numbers:
+            raise hostopt.ConfigError(
+                f"{names} find the same GPU, number {numbers}, and each would take all of its "
+                f"memory. Start one rank for each GPU, or set {_GROWTH}=true"
+            )
+        _log.warning(
+            "%s have %s. If that is the same GPU, set %s=true, as each takes all of its memory",
+            *(names, self.given, _GROWTH),
+        )
 
 
 def find_accelerator(cluster: hostopt.Cluster, wanted: str | None) -> Accelerator:
@@ -62,22 +92,19 @@ def find_accelerator(cluster: hostopt.Cluster, wanted: str | None) -> Accelerato
     visible = tf.config.get_visible_devices("GPU")
     if not visible:
         return Accelerator(HOST_DEVICE)
+    chosen = ", ".join(f"{name}={os.environ[name]}" for name in _CHOOSING if os.environ.get(name))
+    if len(gpus) == 1 and chosen:
+        return Accelerator(_GPU, given=chosen)
     ranks = cluster.local_ranks
-    gpu = ranks.index(cluster.rank) % len(gpus)
-    is_given = len(gpus) == 1 and any(os.environ.get(name) for name in _CHOOSING)
-    if len(ranks) == 1 or is_given or visible not in (gpus, [gpus[gpu]]):
-        # sessions do not follow `tf.config` by themselves
-        return Accelerator(_GPU, () if visible == gpus else tuple(map(gpus.index, visible)))
-    if visible == gpus and len(gpus) > 1:
-        _hide_others(gpus, gpu)
-    problem = ""
-    if len(gpus) < len(ranks):
-        problem = (
-            f"{len(ranks)} ranks of this host find {len(gpus)} GPU{'s' * (len(gpus) > 1)}, and "
-            "each rank would take all of its memory. Start one rank for each GPU, or set "
-            f"{_GROWTH}=true"
-        )
-    return Accelerator(_GPU, (gpu,), problem)
+    if len(ranks) == 1 and visible == gpus:
+        return Accelerator(_GPU)
+    if visible == gpus:
+        gpu = ranks.index(cluster.rank) % len(gpus)
+        visible = [gpus[gpu]]
+        if len(gpus) > 1:
+            _hide_others(gpus, gpu)
+    # sessions do not follow `tf.config` by themselves
+    return Accelerator(_GPU, tuple(map(gpus.index, visible)))
 
 
 def _hide_others(gpus: Sequence[Any], gpu: int) -> None:

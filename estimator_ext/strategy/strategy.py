@@ -91,11 +91,11 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
         if cluster_resolver is None:  # programs ask `strategy.cluster_resolver` for their task
             cluster_resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        self._accelerator = find_accelerator(self.cluster, accelerator)
+        self.own_device = find_accelerator(self.cluster, accelerator)
         super().__init__(
             FunctionExtended(
                 self,
-                self._accelerator.device,
+                self.own_device.device,
                 variables_on_host,
                 sparse_as_dense,
                 auto_shard,
@@ -131,20 +131,17 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         Returns:
           A copy with the accelerator of this rank, and without GPUs except on ranks. Threads do
           not spin if a rank has one core.
-
-        Raises:
-          hostopt.ConfigError: several ranks would each take all memory of one GPU.
         """
         config = tf.compat.v1.ConfigProto(allow_soft_placement=True)
         if config_proto is not None:
             config.CopyFrom(config_proto)
-        self._accelerator.configure(config)
+        self.own_device.configure(config)
         if core_count(self.cluster) == 1:
             # idle threads of TensorFlow would spin on the only core, which others need
             config.experimental.disable_thread_spinning = True
         if self.extended.variables_on_host and is_gpu(self.accelerator) and self.cluster.size == 1:
             # Copies are five times as fast from pinned memory. Two ranks of one host lost more
-            # than that, presumably as what they pin and share is copied once more.
+            # than that; several ranks pin only the variables that are copied (CopiesHook).
             config.gpu_options.force_gpu_compatible = True
         if self.cluster.rank is None:
             config.device_count["GPU"] = 0

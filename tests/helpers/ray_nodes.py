@@ -47,9 +47,13 @@ class Nodes:
         while len(self.nodes) > count:
             self.remove(self.nodes[-1])
 
-    def add(self) -> Any:
+    def add(self, num_cpus: int = 1, num_gpus: int = 0) -> Any:
         """Starts a node, and waits until the cluster knows it."""
-        self.nodes.append(self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES))
+        self.nodes.append(
+            self._cluster.add_node(
+                num_cpus=num_cpus, num_gpus=num_gpus, object_store_memory=STORE_BYTES
+            )
+        )
         return self.nodes[-1]
 
     def remove(self, node: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_table
 import pytest
 from harness import PROGRAMS, ROOT, deadline_s, reserved_addresses, until
 
@@ -111,6 +112,14 @@ def test_the_tasks_of_a_step_are_ranks(slurm: dict[str, str], way: str, size: in
 
 def test_the_exit_code_of_a_task(slurm: dict[str, str]) -> None:
     assert srun(slurm, "-n", "2", *HOSTOPT, "exec", *PROGRAM, "7").returncode == 7
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_task_takes_a_gpu(slurm: dict[str, str], size: int) -> None:
+    expected = gpu_table.cases_of(size)
+    command = [*HOSTOPT, "exec", "--", *gpu_table.PROGRAM, *expected]
+    result = srun(slurm, "-n", str(size), *command)
+    assert gpu_table.taken_in(result.stdout) == expected
 
 
 BATCH = """#!/bin/sh

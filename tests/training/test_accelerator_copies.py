@@ -128,7 +128,7 @@ WAYS = ["changed between runs", "changed in the same run", "loaded", "updated on
 WAYS += ["restored by a saver", "restored by the scaffold"]
 
 
-def trained(directory: Path, strategy: Any, model: str, way: str) -> dict[str, np.ndarray]:
+def trained(directory: Path, strategy: Any, model: str, hook: Any) -> dict[str, np.ndarray]:
     kind = tf.estimator if strategy is None else estimator_ext
     # a summary in the first step only, whether the stock hook reads global_step early or late
     settings: dict[str, Any] = {"tf_random_seed": 1, "save_summary_steps": 2 * STEPS}
@@ -137,10 +137,17 @@ def trained(directory: Path, strategy: Any, model: str, way: str) -> dict[str, n
     config = kind.RunConfig(train_distribute=strategy, **settings)
     estimator = kind.Estimator(model_fn, str(directory), config, params=model)
     dataset = tf.data.Dataset.from_tensor_slices
-    estimator.train(
-        lambda: dataset((X, Y)).batch(12).repeat(), [Changing(way, directory)], steps=STEPS
-    )
+    estimator.train(lambda: dataset((X, Y)).batch(12).repeat(), [hook], steps=STEPS)
     return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
+
+
+def trained_with_copies(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, model: str, hook: Any
+) -> dict[str, np.ndarray]:
+    monkeypatch.setattr(training_graph, "is_gpu", lambda device: True)
+    strategy = estimator_ext.HostOffloadStrategy(accelerator=ACCELERATOR)
+    with contextlib.closing(strategy):
+        return trained(directory, strategy, model, hook)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +167,8 @@ def test_steps_read_what_was_written_last(
     reference = None
     if model == "micro-batches":  # which the stock Estimator does not have
         reference = estimator_ext.HostOffloadStrategy(accelerator=ACCELERATOR)
-    expected = trained(tmp_path / "reference", reference, model, way)
-    monkeypatch.setattr(training_graph, "is_gpu", lambda device: True)
+    changing = Changing(way, tmp_path)
+    expected = trained(tmp_path / "reference", reference, model, changing)
     copies = []
     build = CopiesHook._copy
     monkeypatch.setattr(
@@ -169,10 +176,40 @@ def test_steps_read_what_was_written_last(
         "_copy",
         lambda self, variable, *others: copies.append(variable) or build(self, variable, *others),
     )
-    strategy = estimator_ext.HostOffloadStrategy(accelerator=ACCELERATOR)
-    with contextlib.closing(strategy):
-        values = trained(tmp_path / "copies", strategy, model, way)
+    values = trained_with_copies(tmp_path / "copies", monkeypatch, model, changing)
     assert len(copies) == (1 if "TensorFlow 1" in model else 5)
     assert values.keys() == expected.keys()  # copies are in no checkpoint
     for name, value in expected.items():
         np.testing.assert_allclose(values[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+class Pinned(v1.train.SessionRunHook):
+    """Notes where the values go that take pinned memory."""
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        copies = [op for op in session.graph.get_operations() if op.type == "DeepCopy"]
+        self.devices = [{user.device[-5:] for user in op.outputs[0].consumers()} for op in copies]
+
+
+def test_variables_are_in_memory_that_is_sent_to_the_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = Pinned()
+    trained_with_copies(tmp_path, monkeypatch, "plain", hook)
+    assert hook.devices == [{"CPU:0", "CPU:1"}] * 5
+
+
+def test_a_training_goes_on_if_pinned_memory_is_exhausted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def exhausted(value: np.ndarray) -> np.ndarray:
+        raise MemoryError("no pinned memory")
+
+    def copy(x: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.numpy_function(exhausted, [x], x.dtype), x.shape)
+
+    monkeypatch.setattr(tf.raw_ops, "DeepCopy", copy)
+    values = trained_with_copies(tmp_path, monkeypatch, "plain", Pinned())
+    assert values["global_step"] == STEPS
+    (warning,) = [each for each in caplog.messages if "pinned memory" in each]
+    assert "Raise TF_GPU_HOST_MEM_LIMIT_IN_MB" in warning

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import tensorflow as tf
+from rings import Spawn
 
 import hostopt
 from estimator_ext import HostOffloadStrategy
@@ -79,7 +81,6 @@ def test_each_rank_of_a_host_takes_a_gpu(
         assert (found.device, found.gpus) == (GPU, own)
         visible = devices.get_visible_devices("GPU")
         assert visible == ([f"GPU {own[0]}"] if own else devices.list_physical_devices("GPU"))
-        assert bool(found.problem) == (hosts.count(hosts[rank]) > count)
         devices.are_open = True  # another strategy of the process
         assert find_accelerator(cluster(rank, hosts), None) == found
         devices.are_open = False
@@ -110,7 +111,7 @@ def test_what_the_user_has_chosen_stays(devices: Devices, monkeypatch: pytest.Mo
     assert find_accelerator(second, None) == Accelerator(HOST_DEVICE)
     devices.count, devices.visible = 1, None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # by a launcher, for each process
-    assert find_accelerator(second, None) == Accelerator(GPU)
+    assert find_accelerator(second, None) == Accelerator(GPU, (), "CUDA_VISIBLE_DEVICES=3")
 
 
 def test_a_rank_takes_one_of_several_that_a_launcher_shows(
@@ -142,17 +143,46 @@ def test_a_session_sees_the_gpu_of_its_rank() -> None:
     assert configured(Accelerator(GPU, (3,)), visible_device_list="5").visible_device_list == "5"
 
 
-def test_ranks_share_a_gpu_if_its_memory_grows(
-    devices: Devices, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("hosts", "options", "sharing"),
+    [
+        ("aaaa", {}, ["0, 2", "1, 3", "0, 2", "1, 3"]),
+        ("aaab", {}, ["0, 2", None, "0, 2", None]),
+        ("aabb", {}, [None] * 4),
+        ("aaaa", {"allow_growth": True}, [None] * 4),
+        ("aaaa", {"per_process_gpu_memory_fraction": 0.4}, [None] * 4),
+        ("aabb", {"visible_device_list": "5"}, ["0, 1", "0, 1", "2, 3", "2, 3"]),
+    ],
+)
+def test_ranks_share_a_gpu_only_if_its_memory_grows(
+    spawn: Spawn, hosts: str, options: dict[str, Any], sharing: list[str | None]
 ) -> None:
-    devices.count = 1
-    shared = find_accelerator(cluster(0, "aa"), None)
-    with pytest.raises(hostopt.ConfigError, match=r"2 ranks of this host find 1 GPU, .*=true"):
-        configured(shared)
-    assert configured(shared, allow_growth=True).visible_device_list == "0"
-    configured(shared, per_process_gpu_memory_fraction=0.4)
-    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    configured(shared)
+    def check(communicator: hostopt.Communicator) -> None:
+        rank = communicator.rank
+        found, config = Accelerator(GPU, (rank % 2,)), tf.compat.v1.ConfigProto()
+        for name, value in options.items():
+            setattr(config.gpu_options, name, value)
+        found.configure(config)
+        ranks = sharing[rank]
+        refused = pytest.raises(hostopt.ConfigError, match=rf"^ranks {ranks} of .*=true$")
+        with refused if ranks else contextlib.nullcontext():
+            found.check_alone(cluster(rank, hosts), communicator, config)
+
+    spawn(4, check)
+
+
+def test_ranks_with_the_same_variable_are_warned(
+    spawn: Spawn, caplog: pytest.LogCaptureFixture
+) -> None:
+    def check(communicator: hostopt.Communicator) -> None:
+        found = Accelerator(GPU, given="CUDA_VISIBLE_DEVICES=0")
+        alone = cluster(communicator.rank, "aab")
+        found.check_alone(alone, communicator, tf.compat.v1.ConfigProto())
+
+    spawn(3, check)
+    assert len(caplog.messages) == 2  # not of the rank that is alone on its host
+    (message,) = set(caplog.messages)
+    assert message.startswith("ranks 0, 1 of this host have CUDA_VISIBLE_DEVICES=0. ")
 
 
 @pytest.mark.parametrize(
