@@ -348,6 +348,12 @@ def set_attribute(op: tf.Operation, name: str, value: bytes) -> None:
     op._set_attr(name, attr_value_pb2.AttrValue(s=value))
 
 
+def set_device(op: tf.Operation, device: str) -> None:
+    """Moves an existing operation to a device, also if it was at the place of another one."""
+    op._set_device(device)
+    op._clear_attr("_class")
+
+
 def set_initializer(variable: tf.Variable, initializer: tf.Operation) -> None:
     """Replaces the initializer of a resource variable of a graph."""
     variable._initializer_op = initializer

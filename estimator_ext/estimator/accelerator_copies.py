@@ -38,6 +38,7 @@ from estimator_ext._tf_private import (
     replace_input,
 )
 from estimator_ext.graphs.operation_kinds import READS
+from estimator_ext.graphs.placement import is_on
 from estimator_ext.graphs.walks import done, operations_before, users
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -162,18 +163,13 @@ def _cached_reads(step: Collection[tf.Operation], device: str) -> dict[tf.Operat
     found: dict[tf.Operation, tf.Variable] = {}
     for variable in tf.compat.v1.trainable_variables():
         cached = cached_value_of(variable)
-        if cached is not None and cached.op in step and _short(cached.device) == _short(device):
+        if cached is not None and cached.op in step and is_on(cached.op, device):
             found[cached.op] = variable
     return found
 
 
 def _changes_of(variable: tf.Variable) -> list[tf.Operation]:
     return [op for op, _ in users(variable.handle) if op.type not in READS]
-
-
-def _short(device: str) -> tuple[str | None, int | None]:
-    spec = tf.DeviceSpec.from_string(device)
-    return spec.device_type, spec.device_index
 
 
 def _build_saver(scaffold: Any) -> bool:

@@ -89,6 +89,7 @@ class DeferredReductions:
     last_results: list[tf.Tensor] = field(default_factory=list)  # after all reductions of a step
     # of dense tensors, by the names in the buckets of reducers
     sums: dict[str, tf.Tensor] = field(default_factory=dict)
+    gradients: list[tf.Tensor] = field(default_factory=list)  # sums of gradients
     loss: tf.Tensor | None = None  # the reduced loss, if it travels with another reduction
     _is_built: bool = False
     _deferred: list[Deferred] = field(default_factory=list)
@@ -203,6 +204,8 @@ class DeferredReductions:
         for each, result in zip(group, results):
             if not each.reduction.is_sparse:
                 self.sums[each.reduction.name] = result
+            if each.reduction.is_gradient:
+                self.gradients += parts_of(result)
             for stand_in, part in zip(each.stand_ins, parts_of(result)):
                 replace_tensor(stand_in.outputs[0], part)
                 replace_input(stand_in, 0, part)  # for hooks that fetch the stand-in

@@ -15,6 +15,7 @@ from pathlib import Path
 import arguments
 import numpy as np
 import tensorflow as tf
+from foreign_optimizers import AdamWeightDecay
 from session_hooks import AfterStep, BeforeStep, Dump, Trace, stop_here
 
 import estimator_ext
@@ -52,7 +53,7 @@ SETTINGS = {
     "collective_timeout_s": 60.0,
     "summary_steps": 100,
     "loss_scale": False,  # the gradient of the third step overflows on rank 1
-    "clip": 0.0,  # norm to which the reduced gradients are clipped
+    "clip": 0.0,  # norm to which the reduced gradients are clipped, each by itself if minimized
     "rotated": False,  # each rank passes its gradients in a different order
     "accumulate_steps": 1,
     "sparse_as_dense": False,
@@ -244,6 +245,7 @@ def make_optimizer(name: str, learning_rate: float) -> tf.compat.v1.train.Optimi
         "sgd": lambda: train.GradientDescentOptimizer(learning_rate),
         "momentum": lambda: train.MomentumOptimizer(learning_rate, 0.9),
         "adam": lambda: train.AdamOptimizer(learning_rate),
+        "adam by hand": lambda: AdamWeightDecay(learning_rate),
     }[name]()
 
 
@@ -339,9 +341,16 @@ def make_model_fn(settings: dict, optimizer_name: str):
             loss *= tf.where(overflows, tf.constant(np.inf, loss.dtype), 1.0)
         if settings["spec"] == "minimize":
             step = tf.compat.v1.train.get_global_step()
-            return tf.estimator.EstimatorSpec(
-                mode, loss=loss, train_op=optimizer.minimize(loss, global_step=step)
-            )
+            pairs = optimizer.compute_gradients(loss)
+            if settings["clip"]:
+                pairs = [
+                    (tf.clip_by_norm(gradient, settings["clip"]), v)
+                    for gradient, v in estimator_ext.reduce_gradients(pairs)
+                ]
+            train_op = optimizer.apply_gradients(pairs, global_step=step)
+            if isinstance(optimizer, AdamWeightDecay):  # which leaves the step to the program
+                train_op = tf.group(train_op, step.assign_add(1))
+            return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
         variables = tf.compat.v1.trainable_variables()
         if settings["spec"] == "two_minimize":
             other = make_optimizer(optimizer_name, settings["learning_rate"])

@@ -102,6 +102,21 @@ def test_variables_on_the_accelerator_are_still_reduced_on_the_host(
     assert {device[-5:] for device in kernels.values()} == {ACCELERATOR}
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_optimizer_in_python_updates_on_the_host(
+    tmp_path: Path, ranks: Ranks, size: int
+) -> None:
+    step = traced(ranks, tmp_path, size, optimizers=["adam by hand"], spec="minimize")
+    assert step.devices_of("Sqrt") == {HOST}  # of a slot
+    assert step.devices_of("ReluGrad") == {ACCELERATOR}
+
+
+def test_sums_of_gradients_are_clipped_on_the_host(tmp_path: Path, ranks: Ranks) -> None:
+    step = traced(ranks, tmp_path, clip=1.0, spec="minimize")
+    assert step.devices_of("Sqrt") == {HOST}  # of the norms
+    assert ("Const", "Adam/learning_rate") in step.ran(HOST)
+
+
 # Pass on a tensor without reading it.
 PASSING = {"ReadVariableOp", "Identity", "VarHandleOp"}
 PARAMETERS = 5 * 4096 + 4096 + 2 * 4096 + 2

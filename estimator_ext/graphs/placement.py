@@ -1,0 +1,86 @@
+"""Devices of the operations of a step.
+
+A program builds all of its step in the part of the accelerator, and only updates by kernels of
+TensorFlow are on the host from the start, beside their variables. These operations move there:
+
+[H1] what is computed from sums of gradients or from slots, such as clipped gradients or the update
+     of an optimizer that is written in Python. Otherwise sums and slots would travel to the
+     accelerator and back, and all slots would be in its memory during the step;
+[H2] scalars that are computed for the host from constants and scalars, such as learning rates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Iterator, Set
+
+import tensorflow as tf
+
+from estimator_ext._tf_private import is_reference, set_device
+from estimator_ext.graphs.walks import data_before, users, walk
+from hostopt.tensorflow.background import HOST_DEVICE
+
+
+def is_on(op: tf.Operation, device: str) -> bool:
+    """Returns True if an operation has a device, whose name may leave out the job."""
+    return _short(op.device) == _short(device)
+
+
+def move_updates(
+    targets: Collection[tf.Operation], loss: tf.Tensor, sums: Iterable[tf.Tensor], device: str
+) -> None:
+    """Moves operations of a step that belong to updates from an accelerator to the host.
+
+    Args:
+      targets: of the step.
+      loss: of this rank; what it is computed from belongs to forward.
+      sums: of gradients.
+      device: the accelerator.
+    """
+    if _short(device) == _short(HOST_DEVICE):
+        return
+    step, forward = walk(targets), set(walk([loss.op], data_before))
+    candidates = {op for op in step if is_on(op, device) and not _uses_resource(op, device)}
+    sources = [*sums, *_slots(forward)]
+    updates = set(walk([op for each in sources for op in each.consumers()], _readers))  # [H1]
+    for op in step:
+        if _is_scalar(op) and candidates.isdisjoint({e.op for e in op.inputs} - updates):
+            updates.add(op)  # [H2]
+    moved: set[tf.Operation] = set()
+    for op in reversed(step):  # what the accelerator reads stays there
+        is_read = any(is_on(each, device) and each not in moved for each in _readers(op))
+        if op in candidates and op in updates and op not in forward and not is_read:
+            moved.add(op)
+    for op in moved:
+        set_device(op, HOST_DEVICE)
+
+
+def _slots(forward: Set[tf.Operation]) -> Iterator[tf.Tensor]:
+    """Yields values of variables that are as large as a trained one, unless forward reads them."""
+    shapes = {str(v.shape) for v in tf.compat.v1.trainable_variables() if v.shape.rank}
+    for variable in tf.compat.v1.global_variables():
+        if not variable.trainable and str(variable.shape) in shapes:
+            reads = [op for op, _ in users(variable.handle) if op.type == "ReadVariableOp"]
+            if forward.isdisjoint(reads):
+                yield from (op.outputs[0] for op in reads)
+
+
+def _readers(op: tf.Operation) -> list[tf.Operation]:
+    return [reader for output in op.outputs for reader in output.consumers()]
+
+
+def _is_scalar(op: tf.Operation) -> bool:
+    return bool(op.outputs) and all(each.shape.rank == 0 for each in (*op.inputs, *op.outputs))
+
+
+def _uses_resource(op: tf.Operation, device: str) -> bool:
+    return any(
+        is_on(each.op, device) and (each.dtype in (tf.resource, tf.variant) or is_reference(each))
+        for each in op.inputs
+    )
+
+
+@functools.cache
+def _short(device: str) -> tuple[str | None, int | None]:
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.device_type, spec.device_index
