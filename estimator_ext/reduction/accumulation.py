@@ -22,8 +22,9 @@ class Accumulation(tf.compat.v1.train.SessionRunHook):
         self.micro_batches = micro_batches
         # scalar of float32, the weight of this micro-batch in a mean; None if all weigh the same
         self._examples = examples
+        self._assignments: list[tf.Operation] = []  # of the first micro-batch of a step
         self._additions: list[tf.Operation] = []
-        self._all_additions: tf.Operation | None = None
+        self._runs: list[tf.Operation] = []  # for all micro-batches but the last
         self._pending = 0  # micro-batches that wait for a step
         self.is_used = False  # True once any mean is built
         self.all_examples = None if examples is None else self.total(examples, "examples")
@@ -41,34 +42,35 @@ class Accumulation(tf.compat.v1.train.SessionRunHook):
         """Builds the sum of a tensor over the micro-batches of a step."""
         with tf.device(HOST_DEVICE):
             accumulator = tf.compat.v1.Variable(
-                # a function, as an initializer must not depend on the data of the step
+                # not run, as the first micro-batch of each step assigns a value
                 lambda: tf.zeros(tensor.shape, tensor.dtype),
                 trainable=False,
-                collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+                collections=[],
                 name=f"accumulated/{name}",
                 use_resource=True,
             )
+            self._assignments.append(accumulator.assign(tensor, read_value=False))
             self._additions.append(accumulator.assign_add(tensor, read_value=False))
-            total = accumulator.read_value() + tensor
-            with tf.control_dependencies([total]):
-                reset = accumulator.assign(tf.zeros_like(total), read_value=False)
-            with tf.control_dependencies([reset]):
-                return tf.identity(total)
+            return accumulator.read_value() + tensor
 
     @property
     def additions(self) -> list[tf.Operation]:
-        """The operations that run once for each micro-batch."""
-        updates = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.UPDATE_OPS)
-        return [getattr(each, "op", each) for each in (*self._additions, *updates)]
+        """The operations that run once for each micro-batch, except for the first and the last."""
+        return self._with_updates(self._additions)
 
     def finish(self) -> None:
         """Completes the hook, when all means are built."""
-        self._all_additions = tf.group(*self.additions)
+        first, next_ = map(self._with_updates, (self._assignments, self._additions))
+        self._runs = [tf.group(*first)] + [tf.group(*next_)] * (self.micro_batches - 2)
+
+    def _with_updates(self, operations: list[tf.Operation]) -> list[tf.Operation]:
+        updates = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.UPDATE_OPS)
+        return [getattr(each, "op", each) for each in (*operations, *updates)]
 
     def before_run(self, run_context: Any) -> None:
         """Accumulates all but the last micro-batch, unless the data end, as in a step."""
-        for _ in range(self.micro_batches - 1):
-            run_context.session.run(self._all_additions)
+        for operation in self._runs:
+            run_context.session.run(operation)
             self._pending += 1
 
     def after_run(self, run_context: Any, run_values: Any) -> None:

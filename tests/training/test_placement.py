@@ -139,6 +139,13 @@ def test_one_rank_moves_little_through_host_memory(
     assert 0 <= step.crossed(ACCELERATOR, HOST) - 4 * PARAMETERS < few
 
 
+def test_a_micro_batch_is_added_once(tmp_path: Path, ranks: Ranks) -> None:
+    step = traced(ranks, tmp_path, size=1, hidden=4096, accumulate_steps=2)
+    # besides Adam: the sum and its division read two and one, write one each; a check reads one
+    # and writes a byte, which it reads
+    assert 0 <= step.moved_on_host(PASSING) - (28 + 12 + 8 + 6) * PARAMETERS < 2048
+
+
 def test_copies_change_no_bit(tmp_path: Path, ranks: Ranks) -> None:
     finals = []
     for own_memory in (False, True):
