@@ -23,13 +23,13 @@ from hostopt.collectives.communicator import Communicator, all_gather_json
 from hostopt.connect import connect_ring
 from hostopt.doctor.checking import Finding, note, ok, outcomes, wrong
 from hostopt.doctor.machine import existing, installed, trial_file
-from hostopt.errors import RendezvousTimeoutError
+from hostopt.errors import ConfigError, RendezvousTimeoutError
 from hostopt.measure.clock import measure_offset
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.addresses import host_and_port, listen_address
 from hostopt.transport.message import Tag
-from hostopt.transport.security import Security, check_tls_dir
+from hostopt.transport.security import Security
 
 _RESOLVE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
@@ -100,8 +100,10 @@ def security(ring: Cluster, options: Options, environ: Mapping[str, str]) -> Ite
     credentials = Security(ring, options, environ)
     if credentials.has_token:
         yield ok("the ranks authenticate with a token")
-    if options.tls_dir is not None and ring.task is not None:
-        expires = check_tls_dir(options.tls_dir, host_and_port(ring.task.address)[0])
+    if credentials.tls is not None:
+        if credentials.local_fault is not None:
+            raise ConfigError(f"{credentials.local_fault}. Create a new one: see docs/security.md")
+        expires = credentials.tls.expires
         text = f"the certificate of this rank is valid until {expires:%Y-%m-%d %H:%M} UTC"
         is_soon = expires - datetime.now(timezone.utc) < _EXPIRES_SOON
         yield (

@@ -62,18 +62,6 @@ def read_token(options: Options, environ: Mapping[str, str] | None = None) -> by
     return token.strip()
 
 
-def check_tls_dir(path: str | os.PathLike[str], host: str | None = None) -> datetime:
-    """Checks that peers with the same CA would accept a certificate; returns when it expires.
-
-    The certificate must name the `host`, the name or IP address of this rank in TF_CONFIG.
-    """
-    tls = Tls(path)
-    fault = tls.fault(host)
-    if fault is not None:
-        raise ConfigError(f"{fault}. Create a new one: see docs/security.md")
-    return tls.expires
-
-
 class Identity(NamedTuple):
     """One side of a call or of a data connection."""
 

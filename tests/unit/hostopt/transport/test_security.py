@@ -28,7 +28,7 @@ from hostopt.options import Options
 from hostopt.transport.frame import FrameWriter
 from hostopt.transport.grpc.transport import GrpcTransport
 from hostopt.transport.message import Tag
-from hostopt.transport.security import Identity, Security, check_tls_dir, read_token
+from hostopt.transport.security import Identity, Security, Tls, read_token
 
 # --- strangers --------------------------------------------------------------------------------
 
@@ -227,8 +227,9 @@ def test_a_token_that_cannot_be_read(path: str) -> None:
 def test_expiry_of_a_certificate(certificates: Certificates) -> None:
     text = Path(certificates["good"], "cert.pem").read_bytes()
     expected = x509.load_pem_x509_certificate(text).not_valid_after_utc
-    assert check_tls_dir(certificates["good"], HOST) == expected
-    assert check_tls_dir(certificates["good"]).tzinfo is timezone.utc
+    assert Tls(certificates["good"]).fault(HOST) is None
+    assert Tls(certificates["good"]).expires == expected
+    assert Tls(certificates["good"]).expires.tzinfo is timezone.utc
 
 
 @pytest.mark.parametrize(
@@ -242,8 +243,7 @@ def test_expiry_of_a_certificate(certificates: Certificates) -> None:
 def test_a_certificate_that_peers_would_refuse(
     certificates: Certificates, kind: str, result: str
 ) -> None:
-    with pytest.raises(ConfigError, match=result):
-        check_tls_dir(certificates[kind], HOST)
+    assert result in str(Tls(certificates[kind]).fault(HOST))
 
 
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -270,10 +270,10 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_unusable_files_of_a_tls_dir(tmp_path: Path, fault: str) -> None:
     damage, reason = BAD_FILES[fault]
     directory = write_tls_dir(tmp_path / "tls", trustme.CA())
-    check_tls_dir(str(directory))
+    Tls(str(directory))
     damage(directory)
     with pytest.raises(ConfigError, match=reason):
-        check_tls_dir(str(directory))
+        Tls(str(directory))
     cluster = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
     with pytest.raises(ConfigError, match=reason):
         GrpcTransport(cluster, Options(tls_dir=str(directory)))
@@ -281,7 +281,7 @@ def test_unusable_files_of_a_tls_dir(tmp_path: Path, fault: str) -> None:
 
 def test_an_intermediate_ca(tmp_path: Path) -> None:
     directory = write_tls_dir(tmp_path / "tls", trustme.CA().create_child_ca())
-    check_tls_dir(str(directory), HOST)
+    assert Tls(str(directory)).fault(HOST) is None
 
 
 # --- checksums --------------------------------------------------------------------------------
