@@ -109,10 +109,6 @@ class Bucket:
             for chunk in self.chunks
         ]
 
-    def zeros(self) -> list[Array]:
-        """Returns gradients of zeros, in packing order."""
-        return [np.zeros(spec.shape, spec.dtype) for spec in self.specs]
-
     def views(self, buffer: Array) -> list[Array]:
         """Splits a flat buffer into views with the shapes of `specs`, in packing order."""
         return [

@@ -32,7 +32,7 @@ from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
-from hostopt.gradients.bucket import TensorSpec
+from hostopt.gradients.bucket import TensorSpec, padded
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 from hostopt.gradients.step_stats import StepStats
 
@@ -217,7 +217,7 @@ class ExchangeBuffer:
             np.concatenate([dense[index].reshape(-1) for index in group]) for group in self._groups
         ]
         parts += [part for keys_and_values in keyed for part in keys_and_values]
-        sizes = [_padded(part.nbytes) for part in parts]
+        sizes = [padded(part.nbytes, _ALIGNMENT_BYTES) for part in parts]
         buffer = np.empty(sum(sizes), np.uint8)
         start = 0
         for part, size in zip(parts, sizes):
@@ -310,7 +310,7 @@ class _Reader:
     def take(self, dtype: np.dtype[np.generic], length: int) -> Array:
         nbytes = length * dtype.itemsize
         part: Array = self._buffer[self._start : self._start + nbytes].view(dtype)
-        self._start += _padded(nbytes)
+        self._start += padded(nbytes, _ALIGNMENT_BYTES)
         return part
 
 
@@ -411,7 +411,3 @@ def times(array: Array, weight: float) -> Array:
     if weight == 0:
         return np.zeros_like(array)
     return np.asarray(array * array.dtype.type(weight))
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

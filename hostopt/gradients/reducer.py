@@ -20,7 +20,7 @@ from hostopt.collectives.host_memory import ScalarSum
 from hostopt.collectives.pairs import SMALL_BYTES
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.shared_memory import TensorListView
-from hostopt.collectives.wire_format import WireFormat, new_wire_format
+from hostopt.collectives.wire_format import WireFormat, new_wire_format, no_compression
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
 from hostopt.gradients.bucket import Bucket, BufferPool, SharedSlots
 from hostopt.gradients.fused_exchange import FusedExchange
@@ -63,7 +63,7 @@ class BucketReducer(abc.ABC):
 
     def zeros(self, bucket: int) -> list[Array]:
         """Returns gradients of zeros for a bucket, for a rank that has no gradients."""
-        return self.buckets[bucket].zeros()
+        return [np.zeros(spec.shape, spec.dtype) for spec in self.buckets[bucket].specs]
 
     def refuse(self, reason: str) -> None:
         """Counts a step that this rank refuses, and tells ranks that wait for it."""
@@ -375,10 +375,8 @@ class Reducer(BucketReducer):
 
     def _limit(self, bucket: Bucket) -> float:
         """Largest magnitude of a gradient whose sum must be finite, in memory and on the wire."""
-        dtypes = [bucket.dtype]
-        wire_format = self._format_of(bucket)
-        if wire_format is not None:
-            dtypes.append(wire_format.dtype)
+        wire_format = self._format_of(bucket) or no_compression(bucket.dtype)
+        dtypes = bucket.dtype, wire_format.dtype
         return min(safe_limit(dtype, self.communicator.size) for dtype in dtypes)
 
     def _never_launched(self, bucket: int) -> CollectiveTimeoutError:
