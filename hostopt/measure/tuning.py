@@ -122,11 +122,12 @@ def format_table(trials: Sequence[Trial]) -> str:
 def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:
     seconds: list[float] = []
     with connect(options) as communicator:
+        transport = communicator.transport
         if communicator.rank == 0:
-            size = bench.format_size(communicator.transport.segment_bytes)
+            size = bench.format_size(transport.segment_bytes)
             sys.stderr.write(
                 f"hostopt: trial of {options.communication}, segments of {size}, "
-                f"{communicator.transport.streams} stream(s)\n"
+                f"{transport.streams} stream(s)\n"
             )
         group = bench.CommunicatorGroup(communicator)
         for size_bytes in _BUCKETS_BYTES:
@@ -134,16 +135,11 @@ def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:
                 repetitions, _ = bench.measure(group, size_bytes, _REPETITIONS)
                 seconds.append(min(repetitions))  # the least disturbed one
         communicator.barrier("the end of a trial")
-        over_mpi = communicator.world is not None
-        has_segments = not (communicator.on_one_host or over_mpi)
-        segment_bytes = communicator.transport.segment_bytes
-        streams = communicator.transport.streams
-    sizes = _BUCKETS_BYTES[: len(seconds)]
     return Trial(
         options.communication,
-        segment_bytes,
-        streams,
-        sizes,
+        transport.segment_bytes,
+        transport.streams,
+        _BUCKETS_BYTES[: len(seconds)],
         tuple(seconds),
-        has_segments,
+        has_segments=not communicator.on_one_host and communicator.world is None,
     )

@@ -210,7 +210,9 @@ class DataSocket:
         self, function: Callable[[], object], end: asyncio.Future[None], to_write: bool = False
     ) -> Iterator[None]:
         """Calls a function whenever the socket can be read or written; `close` ends the wait."""
-        fd, loop = self._descriptor(), self._loop
+        fd, loop = self._socket.fileno(), self._loop
+        if fd < 0:
+            raise ConnectionAbortedError("connection closed by this rank")
         (loop.add_writer if to_write else loop.add_reader)(fd, function)
         self._waits.add(end)
         try:
@@ -219,12 +221,6 @@ class DataSocket:
             self._waits.discard(end)
             if self._socket.fileno() == fd:
                 (loop.remove_writer if to_write else loop.remove_reader)(fd)
-
-    def _descriptor(self) -> int:
-        fd = self._socket.fileno()
-        if fd < 0:
-            raise ConnectionAbortedError("connection closed by this rank")
-        return fd
 
     def close(self) -> None:
         """Closes the connection; pending reads and writes raise an OSError."""
