@@ -44,11 +44,6 @@ class RunOptions:
     verbose: bool = True  # False shows the progress of training, not informational messages
     metrics_port: int | None = None  # of loopback; 0 for any free port, None for none
 
-    @property
-    def least_size(self) -> int:
-        """Smallest number of ranks to restart with."""
-        return self.size if self.min_size is None else self.min_size
-
 
 def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = None) -> int:
     """Runs one command as every task of a cluster, by default on this machine, to the end of all.
@@ -63,6 +58,7 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
       FileNotFoundError: the command does not exist.
     """
     find_command(command)
+    min_size = options.size if options.min_size is None else options.min_size
     engine = LocalEngine() if engine is None else engine
     if "TF_CONFIG" in os.environ:
         _LOG.warning("TF_CONFIG is set but not used: each task gets its own")
@@ -70,7 +66,7 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
     with contextlib.ExitStack() as stack:
         stack.callback(output.flush)
         try:
-            stack.enter_context(engine.open(options.size, options.evaluators, options.least_size))
+            stack.enter_context(engine.open(options.size, options.evaluators, min_size))
             cluster, polls = _reserve(engine, options, stack)
         except KeyboardInterrupt:
             _LOG.warning("interrupted before any task has started")
@@ -82,7 +78,7 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
         if options.metrics_port is not None:
             stack.enter_context(metrics.served(monitor, options.metrics_port))
         shared = (engine, command, cluster, selector, options.max_restarts, monitor)
-        ring = Ring(*shared, Slots(options.size, options.least_size))
+        ring = Ring(*shared, Slots(options.size, min_size))
         ring_ended = os.path.join(directory, "ring-ended")
         settings = {RING_ENDED: ring_ended}
         evaluator_groups = [
