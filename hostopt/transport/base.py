@@ -141,11 +141,10 @@ class Transport(abc.ABC):
             self._channels[number] = full_name
         return number
 
-    def _count(self, payload_bytes: int, header_bytes: int) -> None:
+    def _count(self, payload_bytes: int) -> None:
         with self._counting:
             self.traffic.messages += 1
             self.traffic.payload_bytes += payload_bytes
-            self.traffic.header_bytes += header_bytes
 
     # -- calls of the ranks ----------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class InprocTransport(Transport):
         """See `Transport.send`."""
         if self.error is not None:
             raise self.error
-        self._count(len(payload), 0)
+        self._count(len(payload))
         self._peers[peer].mailbox.put(self.rank, tag, memoryview(bytes(payload)))
 
     async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:

@@ -46,7 +46,6 @@ class Traffic:
 
     messages: int = 0
     payload_bytes: int = 0
-    header_bytes: int = 0
 
 
 def channel_number(name: str) -> int:

@@ -21,7 +21,7 @@ from hostopt.options import Options
 from hostopt.process.child_process import call_at_exit, cancel_at_exit
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
-from hostopt.transport.frame import HEADER_BYTES, Stream
+from hostopt.transport.frame import Stream
 from hostopt.transport.grpc import ring as ring_
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.data_streams import IncomingStreams, OutgoingStreams
@@ -115,7 +115,7 @@ class GrpcTransport(Transport):
             if stream is None:
                 return await event_loop.run_on(0, self.send(peer, tag, payload, name))
             if await stream.put(tag, payload, lazily):
-                self._count(len(payload), HEADER_BYTES)
+                self._count(len(payload))
                 return None
             tried = stream  # it is replaced if a port cannot be reached
         raise self._send_error(stream, peer, tag, name)
