@@ -158,8 +158,7 @@ def _exchange(place: Place, options: Options) -> list[str]:
     holder = hold_port("127.0.0.1" if is_unix else "0.0.0.0")
     holder.set_inheritable(True)  # `hostopt exec` becomes the command
     _held.append(holder)
-    timeout_s = float(options.rendezvous_timeout_s)
-    return rendezvous.exchange(place, port_of(holder), token, timeout_s)
+    return rendezvous.exchange(place, port_of(holder), token, options.rendezvous_timeout_s)
 
 
 def _check_same(place: Place, cluster: Cluster) -> None:

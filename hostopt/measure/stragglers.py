@@ -89,10 +89,8 @@ class StragglerReports:
         report, self._uncollected = self._uncollected, None
         transport, measured_ms = self._communicator.transport, [report.local_ms]
         for peer in range(1, self._communicator.size):
-            name = "a step report"
-            message = event_loop.run(transport.recv(peer, self._tag(report.step), name))
-            waited_ms, sent_ms = _MESSAGE.unpack(message)
-            measured_ms.append((waited_ms, sent_ms))
+            message = event_loop.run(transport.recv(peer, self._tag(report.step), "a step report"))
+            measured_ms.append(_MESSAGE.unpack(message))
         waits_ms, sends_ms = zip(*measured_ms)
         self.waited_s = [s + ms / 1e3 for s, ms in zip(self.waited_s, waits_ms)]
         suspect, text = self._find_suspect(waits_ms, sends_ms, report.elapsed_ms)
