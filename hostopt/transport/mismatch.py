@@ -207,7 +207,6 @@ class DeadlockWatch:
 
 def refusal(cluster: Cluster, peer: int, reason: str) -> CollectiveMismatchError:
     """Returns the error of a rank that waits for a call which a peer has refused."""
-    assert cluster.rank is not None
     return CollectiveMismatchError(
         f"{cluster.describe(peer)} has refused {reason.rstrip('. ')}. Rank {cluster.rank} makes "
         "it: make the same calls on all ranks",

@@ -58,7 +58,7 @@ class RpcServer:
         self._authenticator = Authenticator(ring.peers.local, ring.security)
         self._observers = Authenticator(ring.peers.local, ring.security, True)
         self._refused_hosts: set[str] = set()
-        self._unknown: asyncio.Semaphore | None = None
+        self._unknown: asyncio.Semaphore  # made on the event loop
         self._server: grpc.aio.Server | None = None
         self._port = 0
         self._guard: asyncio.Future[None] | None = None
@@ -176,7 +176,7 @@ class RpcServer:
 
     async def _read_all(self, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
         async with contextlib.AsyncExitStack() as scope:
-            if self._unknown is not None and not self._ring.is_peer(claim_of(caller)):
+            if not self._ring.is_peer(claim_of(caller)):
                 await scope.enter_async_context(self._unknown)  # few strangers at the same time
             request = await context.read()
             # The call counts as open until its end is read, and the caller may soon call again.
