@@ -205,11 +205,9 @@ class SharedSlots:
         free_mask = channel.counters.all_reduce_band(free_mask, call)
         if free_mask >> preferred & 1:
             return channel, preferred
-        if not free_mask:
-            if not self._allocate_slot():
-                return None
-            free_mask = 1 << (len(self.slots) - 1)
-        return channel, (free_mask & -free_mask).bit_length() - 1  # lowest set bit
+        if free_mask:
+            return channel, (free_mask & -free_mask).bit_length() - 1  # lowest set bit
+        return (channel, len(self.slots) - 1) if self._allocate_slot() else None
 
     def _allocate_slot(self) -> bool:
         """Allocates a slot on all ranks. After a failure it is not tried again."""
