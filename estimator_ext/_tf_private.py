@@ -349,7 +349,7 @@ def set_attribute(op: tf.Operation, name: str, value: bytes) -> None:
 
 
 def set_device(op: tf.Operation, device: str) -> None:
-    """Moves an existing operation to a device, also if it was at the place of another one."""
+    """Moves an existing operation to a device, whatever it was to be beside."""
     op._set_device(device)
     op._clear_attr("_class")
 

@@ -48,12 +48,13 @@ _log = tf.get_logger()
 class CopiesHook(tf.compat.v1.train.SessionRunHook):
     """Builds the copies on a device when all other hooks have added their operations."""
 
-    def __init__(self, spec: StockSpec, device: str) -> None:
+    def __init__(self, spec: StockSpec, device: str, pins: bool) -> None:
         self._scaffold = spec.scaffold
         self._targets = [getattr(each, "op", each) for each in (spec.train_op, spec.loss)]
         self._device = device
         with tf.device(HOST_DEVICE):
             self.renewed = tf.no_op("renewed_copies")  # part of the step, runs after all renewals
+        self._must_pin = pins  # False if all memory of the session is pinned
         self._pins: list[tf.Operation] = []  # the last of them, which runs all
 
     def begin(self) -> None:
@@ -108,16 +109,20 @@ class CopiesHook(tf.compat.v1.train.SessionRunHook):
             with tf.control_dependencies(None):
                 value, _ = tf.raw_ops.Merge(inputs=[original, fresh])
         replace_input(read, 0, value)  # [A1]
+        if self._must_pin:
+            self._pin(handle, copy, dtype)
+        with tf.control_dependencies(changes):
+            updated = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+        with tf.device(self._device), tf.control_dependencies([read]):
+            return tf.raw_ops.AssignVariableOp(resource=copy, value=updated)  # [A2]
+
+    def _pin(self, handle: tf.Tensor, copy: tf.Tensor, dtype: tf.DType) -> None:  # [A5]
         with tf.control_dependencies(self._pins):
             pinned = tf.raw_ops.DeepCopy(x=tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
         with tf.device(self._device):
             sent = tf.raw_ops.AssignVariableOp(resource=copy, value=pinned)
         kept = tf.raw_ops.AssignVariableOp(resource=handle, value=pinned)
         self._pins = [tf.group(sent, kept)]
-        with tf.control_dependencies(changes):
-            updated = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-        with tf.device(self._device), tf.control_dependencies([read]):
-            return tf.raw_ops.AssignVariableOp(resource=copy, value=updated)  # [A2]
 
 
 class _Flags:

@@ -233,7 +233,7 @@ class TrainingGraph:
         loss, last = reduction.build_step(targets, updates, loss, is_mean)
         if self.strategy.extended.variables_on_host:
             sums = [*reduction.deferred.gradients, *(op.outputs[0] for op in reduction.sums)]
-            move_updates(targets, local_loss, sums, self.strategy.accelerator)
+            move_updates(targets, [local_loss, *graph.targets], sums, self.strategy.accelerator)
         # the step waits for all reductions, and fails at the end of the data
         train_op = tf.group(self.spec.train_op, *last) if last else self.spec.train_op
         self.spec = stock_spec(self.spec, loss=loss, train_op=train_op)
@@ -276,7 +276,8 @@ class TrainingGraph:
         device = self.strategy.accelerator
         if not is_gpu(device) or self._steps_per_run > 1:
             return []
-        hook = CopiesHook(self.spec, device)
+        pins = not self.config.session_config.gpu_options.force_gpu_compatible
+        hook = CopiesHook(self.spec, device, pins)
         self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, hook.renewed))
         return [hook]
 

@@ -60,6 +60,7 @@ class MarkedGraph(tf.Graph):
         self._reduction: str | None = None  # of the last loss, which TensorFlow reads
         self._loss_functions: dict[str, str] = {}  # reductions, by the scope of their operations
         self.marks: dict[tf.Operation, Mark] = {}
+        self.targets: list[tf.Tensor] = []  # of all gradients, also of those without a mark
         self._loss_is_scaled = False
         self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
         self._reader: LossReader | None = None
@@ -223,9 +224,17 @@ def _marking_graph() -> MarkedGraph | None:
     return None if is_inside and not graph.reads_losses else graph
 
 
+def _note_targets(targets: Any) -> None:
+    graph = None if tf.executing_eagerly() else marked_graph()
+    if graph is not None:
+        tensors = (each for each in tf.nest.flatten(targets) if isinstance(each, tf.Tensor))
+        graph.targets += [each for each in tensors if each.graph is graph]
+
+
 def _mark_results_of_gradients(helper: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(helper)
     def gradients(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+        _note_targets(ys)
         graph = _marking_graph()
         if graph is None or kwargs.get("src_graph") is not None:  # of a branch or a loop
             return helper(ys, xs, *args, **kwargs)
@@ -243,6 +252,7 @@ def _mark_results_of_gradients(helper: Callable[..., Any]) -> Callable[..., Any]
 def _mark_results_of_tape(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        _note_targets(target)
         results, graph = method(self, target, sources, *args, **kwargs), _marking_graph()
         if graph is None:
             return results

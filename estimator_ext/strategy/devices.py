@@ -34,7 +34,7 @@ class Accelerator:
 
     device: str
     gpus: tuple[int, ...] = ()  # that this process uses; empty leaves all as they are
-    given: str = ""  # the environment variable that shows this process one GPU, and its value
+    given: str = ""  # the environment variables that show this process some of the GPUs
 
     def configure(self, config: tf.compat.v1.ConfigProto) -> None:
         """Adds the device to the configuration of a session, which may say otherwise."""
@@ -54,26 +54,27 @@ class Accelerator:
     ) -> None:
         """Refuses a GPU for several ranks, unless each takes only the memory that it needs.
 
-        Collective: all ranks must call it. Ranks with the same variable may have different GPUs,
-        as launchers count those of each rank from 0 if they hide the others by cgroups.
+        Collective: all ranks must call it. Ranks to which a variable shows one GPU may have
+        different ones: some launchers hide the others, and each rank counts from 0.
         """
         options = config.gpu_options
         grows = options.allow_growth or options.per_process_gpu_memory_fraction
-        numbers = options.visible_device_list
-        own = "" if grows or os.environ.get(_GROWTH) == "true" else numbers or self.given
+        takes_all = is_gpu(self.device) and not grows and os.environ.get(_GROWTH) != "true"
+        number = options.visible_device_list
+        own = [self.given, number] if takes_all and (self.given or number) else None
         each = all_gather_json(communicator, own)
         ranks = [rank for rank in cluster.local_ranks if each[rank] == own]
-        if not own or len(ranks) == 1:
+        if own is None or len(ranks) == 1:
             return
         names = f"ranks {', '.join(map(str, ranks))} of this host"
-        if numbers:
+        if self.gpus:
             raise hostopt.ConfigError(
-                f"{names} find the same GPU, number {numbers}, and each would take all of its "
+                f"{names} find the same GPU, number {number}, and each would take all of its "
                 f"memory. Start one rank for each GPU, or set {_GROWTH}=true"
             )
         _log.warning(
-            "%s have %s. If that is the same GPU, set %s=true, as each takes all of its memory",
-            *(names, self.given, _GROWTH),
+            f"{names} have {self.given}. If that is the same GPU, set {_GROWTH}=true, as each "
+            "takes all of its memory"
         )
 
 
@@ -94,7 +95,7 @@ def find_accelerator(cluster: hostopt.Cluster, wanted: str | None) -> Accelerato
         return Accelerator(HOST_DEVICE)
     chosen = ", ".join(f"{name}={os.environ[name]}" for name in _CHOOSING if os.environ.get(name))
     if len(gpus) == 1 and chosen:
-        return Accelerator(_GPU, given=chosen)
+        return Accelerator(_GPU, (), chosen)
     ranks = cluster.local_ranks
     if len(ranks) == 1 and visible == gpus:
         return Accelerator(_GPU)
@@ -104,7 +105,7 @@ def find_accelerator(cluster: hostopt.Cluster, wanted: str | None) -> Accelerato
         if len(gpus) > 1:
             _hide_others(gpus, gpu)
     # sessions do not follow `tf.config` by themselves
-    return Accelerator(_GPU, tuple(map(gpus.index, visible)))
+    return Accelerator(_GPU, tuple(map(gpus.index, visible)), chosen)
 
 
 def _hide_others(gpus: Sequence[Any], gpu: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import estimator_ext
+from estimator_ext._tf_private import control_outputs
 from estimator_ext.estimator import training_graph
 from estimator_ext.estimator.accelerator_copies import CopiesHook
 
@@ -188,7 +189,8 @@ class Pinned(v1.train.SessionRunHook):
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         copies = [op for op in session.graph.get_operations() if op.type == "DeepCopy"]
-        self.devices = [{user.device[-5:] for user in op.outputs[0].consumers()} for op in copies]
+        users = [op.outputs[0].consumers() for op in copies]
+        self.devices = [{op.device[-5:] for op in each if control_outputs(op)} for each in users]
 
 
 def test_variables_are_in_memory_that_is_sent_to_the_accelerator(

@@ -171,6 +171,24 @@ def test_ranks_share_a_gpu_only_if_its_memory_grows(
     spawn(4, check)
 
 
+@pytest.mark.parametrize(
+    "found",
+    [
+        [Accelerator(HOST_DEVICE)] * 2,  # no GPU, whatever the list says
+        [Accelerator(GPU, (), f"CUDA_VISIBLE_DEVICES={rank}") for rank in range(2)],
+        [Accelerator(GPU, (0,), f"CUDA_VISIBLE_DEVICES={rank},{rank + 2}") for rank in range(2)],
+    ],
+)
+def test_the_same_number_may_be_another_gpu(spawn: Spawn, found: list[Accelerator]) -> None:
+    def check(communicator: hostopt.Communicator) -> None:
+        config = tf.compat.v1.ConfigProto()
+        config.gpu_options.visible_device_list = "0"
+        rank = communicator.rank
+        found[rank].check_alone(cluster(rank, "aa"), communicator, config)
+
+    spawn(2, check)
+
+
 def test_ranks_with_the_same_variable_are_warned(
     spawn: Spawn, caplog: pytest.LogCaptureFixture
 ) -> None:
