@@ -227,13 +227,14 @@ class TrainingGraph:
             suspects = check_mended(updates, data)
             warn_of_local_variables(updates)
         self._check_accumulation()
-        loss = local_loss = self.spec.loss
+        loss = self.spec.loss
         if reduction.accumulation is not None:
             loss = reduction.accumulation.mean(loss, "loss")
         loss, last = reduction.build_step(targets, updates, loss, is_mean)
         if self.strategy.extended.variables_on_host:
             sums = [*reduction.deferred.gradients, *(op.outputs[0] for op in reduction.sums)]
-            move_updates(targets, [local_loss, *graph.targets], sums, self.strategy.accelerator)
+            losses = [self.spec.loss, *graph.targets]
+            move_updates(targets, losses, sums, self.strategy.accelerator)
         # the step waits for all reductions, and fails at the end of the data
         train_op = tf.group(self.spec.train_op, *last) if last else self.spec.train_op
         self.spec = stock_spec(self.spec, loss=loss, train_op=train_op)

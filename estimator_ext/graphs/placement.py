@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 import tensorflow as tf
 
 from estimator_ext._tf_private import control_flow_context, is_reference, set_device
-from estimator_ext.graphs.walks import CALLS, data_before, users, walk
+from estimator_ext.graphs.walks import CALLS, data_after, data_before, users, walk
 from hostopt.tensorflow.background import HOST_DEVICE
 
 
@@ -45,13 +45,13 @@ def move_updates(
     step, forward = walk(targets), set(walk([loss.op for loss in losses], data_before))
     candidates = {op for op in step if is_on(op, device) and _can_move(op, device)}
     sources = [*sums, *_slots(forward)]
-    updates = set(walk([op for each in sources for op in each.consumers()], _readers))  # [H1]
+    updates = set(walk([op for each in sources for op in each.consumers()], data_after))  # [H1]
     for op in step:
         if _is_scalar(op) and candidates.isdisjoint({e.op for e in op.inputs} - updates):
             updates.add(op)  # [H2]
     moved: set[tf.Operation] = set()
     for op in reversed(step):  # what the accelerator reads stays there
-        is_read = any(is_on(each, device) and each not in moved for each in _readers(op))
+        is_read = any(is_on(each, device) and each not in moved for each in data_after(op))
         if op in candidates and op in updates and not is_read:
             moved.add(op)
     places = {f"loc:@{op.name}".encode() for op in moved}
@@ -72,10 +72,6 @@ def _slots(forward: Set[tf.Operation]) -> Iterator[tf.Tensor]:
         reads = [op for op, _ in users(handle) if op.type == "ReadVariableOp"]
         if forward.isdisjoint(reads):
             yield from (op.outputs[0] for op in reads)
-
-
-def _readers(op: tf.Operation) -> list[tf.Operation]:
-    return [reader for output in op.outputs for reader in output.consumers()]
 
 
 def _is_scalar(op: tf.Operation) -> bool:

@@ -31,6 +31,11 @@ def data_before(op: tf.Operation) -> list[tf.Operation]:
     return list(dict.fromkeys(tensor.op for tensor in op.inputs))
 
 
+def data_after(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations that compute something from the outputs of one."""
+    return [reader for output in op.outputs for reader in output.consumers()]
+
+
 def runs_before(op: tf.Operation) -> list[tf.Operation]:
     """Returns the operations that run before one because of its inputs or control inputs."""
     return list(dict.fromkeys([*data_before(op), *op.control_inputs]))
@@ -38,8 +43,7 @@ def runs_before(op: tf.Operation) -> list[tf.Operation]:
 
 def runs_after(op: tf.Operation) -> list[tf.Operation]:
     """Returns the operations that one runs before because of its outputs or control outputs."""
-    readers = [reader for output in op.outputs for reader in output.consumers()]
-    return list(dict.fromkeys([*readers, *control_outputs(op)]))
+    return list(dict.fromkeys([*data_after(op), *control_outputs(op)]))
 
 
 def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> list[tf.Operation]:

@@ -16,7 +16,7 @@ import hostopt
 
 
 def take(count, visible):
-    """Returns the GPU of this rank among those of a machine, "all", "CPU" or an error."""
+    """Returns the name of the GPU that this rank takes, "all", "CPU", or the text of an error."""
     shown = range(count) if visible is None else [int(each) for each in visible.split(",") if each]
     gpus = [f"GPU {number}" for number in shown if number < count]
 

@@ -185,7 +185,7 @@ def test_steps_read_what_was_written_last(
 
 
 class Pinned(v1.train.SessionRunHook):
-    """Notes where the values go that take pinned memory."""
+    """Records the devices that read each value in pinned memory."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         copies = [op for op in session.graph.get_operations() if op.type == "DeepCopy"]
